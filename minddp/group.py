@@ -1,0 +1,344 @@
+"""ProcessGroup: collectives in one order, on one rank of a job.
+
+    pg = minddp.init_process_group()      # who am I, where are the others: environment.py
+    pg.all_reduce(gradient, op="avg")     # in place; returns when the result is there
+    pg.close()                            # or: with minddp.init_process_group() as pg: ...
+
+What happens to an array on its way:
+
+    caller's array --flat()--> contiguous 1-D view or copy --ring--> sum --> caller's array
+                                        |
+                     Header: #17, all_reduce, sum, float32, count   (the call's fingerprint)
+
+Rule 1.  All ranks make the same calls in the same order. A call is numbered, and its number
+         travels in the fingerprint, so a rank that skips or repeats one is found out.
+Rule 2.  A UsageError is raised before anything is sent or written. A PeerError ends the
+         group on all ranks: later calls raise the same cause at once.
+Rule 3.  The result lands in the caller's array, whatever its strides. Reducing a contiguous
+         copy and forgetting to copy back is a bug that no error message would show.
+
+What can be reduced:
+
+                             sum  prod   avg   min  max
+    float16, 32, 64          yes  yes    yes   yes  yes    float16 adds in float16
+    int8 to int64, uint8     yes  yes     -    yes  yes    overflow wraps, as in NumPy
+    bool                      -    -      -    yes  yes    min is "and", max is "or"
+
+In PyTorch: `c10d::ProcessGroup`; `torch.distributed.all_reduce` and its relatives.
+
+Left out: asynchronous calls, sub-groups and point-to-point messages; GPU arrays, which have
+to be copied to the host first.
+"""
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from minddp import ring
+from minddp.environment import Job, from_environment
+from minddp.errors import PeerError, PeerLost, PeerMismatch, UsageError
+from minddp.frame import DTYPES, HEADER_BYTES, REDUCTIONS, Header, Kind
+from minddp.net import Deadline
+from minddp.rendezvous import Rendezvous
+
+Array = np.ndarray[Any, Any]
+Algorithm = Callable[[ring.Links, Array, Header, Deadline], None]
+
+_open_groups: list["ProcessGroup"] = []
+
+
+def init_process_group(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    timeout: float = 60.0,
+    rendezvous_timeout: float = 300.0,
+) -> "ProcessGroup":
+    """The group of all ranks of this job, once all of them have come.
+
+    What is not given is taken from the environment that the launcher made (`minddp run`,
+    torchrun, mpiexec, srun); with neither, the world has one rank.
+
+    timeout: seconds that a collective may go without a byte moving.
+    rendezvous_timeout: seconds to wait for all ranks to come.
+
+    Raises: UsageError (a setting is wrong, the port is taken), PeerTimeout (names the ranks
+    that did not come).
+    """
+    job = from_environment(
+        rank=rank,
+        world_size=world_size,
+        master_addr=master_addr,
+        master_port=master_port,
+    )
+    return ProcessGroup(job, timeout, rendezvous_timeout)
+
+
+class ProcessGroup:
+    """This rank's membership in the group; one collective at a time."""
+
+    def __init__(
+        self, job: Job, timeout: float = 60.0, rendezvous_timeout: float = 300.0
+    ):
+        for name, seconds in (
+            ("timeout", timeout),
+            ("rendezvous_timeout", rendezvous_timeout),
+        ):
+            if not seconds > 0:
+                raise UsageError(f"{name} must be a positive number, not {seconds}")
+        self.rank, self.world_size, self.local_rank = (
+            *(job.rank, job.world_size),
+            job.local_rank,
+        )
+        self.timeout = timeout
+        self._sequence = self._messages = 0
+        self._failure: PeerError | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._links = None
+        if self.world_size > 1:
+            self._meet(job, Deadline(rendezvous_timeout))
+        _open_groups.append(self)
+
+    def _meet(self, job: Job, deadline: Deadline) -> None:
+        rendezvous = Rendezvous(job, deadline, self.timeout)
+        try:
+            self._links = rendezvous.meet()
+        except BaseException:
+            rendezvous.abandon()
+            raise
+        self._control, self._alarm = rendezvous.control, rendezvous.alarm
+
+    # ---- Collectives ----
+
+    def all_reduce(self, array: Array, op: str = "sum", *, bucket: int = -1) -> None:
+        """`array` becomes the reduction of all ranks' arrays, the same bits on all ranks.
+
+        array: any shape and strides, writable. op: sum, avg, min, max or prod.
+        bucket: shown in errors.
+
+        Raises: UsageError; PeerError, after which the content of `array` is undefined.
+        """
+        self._collective(ring.all_reduce, array, reduce=op, bucket=bucket)
+
+    def reduce_scatter(self, array: Array, op: str = "sum") -> Array:
+        """Chunk `rank` of the reduction, as a 1-D array.
+
+        The chunks are n near-equal parts of the flattened array (`ring.chunk`). In `array`
+        itself this rank's chunk is then complete too; the others hold partial sums.
+
+        Raises: as all_reduce.
+        """
+        flat = self._collective(ring.reduce_scatter, array, reduce=op)
+        return flat[ring.chunk(len(flat), self.world_size, self.rank)]
+
+    def all_gather(self, array: Array) -> None:
+        """Every rank gives its chunk of the flattened `array` and gets all the others.
+
+        Undoes `reduce_scatter`. To gather whole arrays, give the table a row for each rank:
+
+            table = np.empty((pg.world_size, 3)); table[pg.rank] = mine; pg.all_gather(table)
+
+        Raises: as all_reduce.
+        """
+        self._collective(ring.all_gather, array)
+
+    def broadcast(self, array: Array, root: int = 0) -> None:
+        """`array` becomes the root's, bit for bit. Raises: as all_reduce."""
+        if not 0 <= root < self.world_size:
+            raise UsageError(
+                f"broadcast from root {root}, but ranks are 0 to {self.world_size - 1}"
+            )
+        self._collective(ring.broadcast, array, root=root)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have entered. Raises: PeerError."""
+        self._collective(ring.barrier, np.ones(1, np.uint8), reduce="sum")
+
+    def stats(self) -> dict[str, int]:
+        """What this rank has sent and received since the group was made.
+
+        collectives; messages (ring steps in which it sent); bytes_sent and bytes_received on
+        ring links, of which header_bytes each way are fingerprints; control_bytes_sent, the
+        heartbeats and other small talk with rank 0. TCP's own headers are not counted.
+        """
+        links = self._links
+        return {
+            "collectives": self._sequence,
+            "messages": self._messages,
+            "bytes_sent": links.bytes_sent if links else 0,
+            "bytes_received": links.bytes_received if links else 0,
+            "header_bytes": HEADER_BYTES * self._sequence if links else 0,
+            "control_bytes_sent": self._control.bytes_sent if links else 0,
+        }
+
+    def _collective(
+        self,
+        algorithm: Algorithm,
+        array: Array,
+        reduce: str = "",
+        root: int = 0,
+        bucket: int = -1,
+    ) -> Array:
+        """Number the call, run it, bring the result home. Returns the flat result."""
+        op = algorithm.__name__
+        check(op, array, reduce)
+        flat = native_flat(array)
+        with self._lock:
+            self._check_alive()
+            self._sequence += 1
+            call = Header(
+                *(Kind.DATA, self._sequence, op, reduce, flat.dtype.name, root),
+                *(bucket, flat.size, flat.nbytes),
+            )
+            if self._links:
+                try:
+                    self._enter(call)
+                    algorithm(self._links, flat, call, Deadline(self.timeout))
+                except BaseException as error:
+                    self._fail(error, f"in {call}")
+                self._messages += messages(call, self.rank, self.world_size)
+        if not np.may_share_memory(flat, array):
+            array[...] = flat.reshape(array.shape)
+        return flat
+
+    # ---- Failing and leaving ----
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise UsageError(f"rank {self.rank} has closed this process group")
+        if self._failure:
+            raise type(self._failure)(str(self._failure), self._failure.culprit)
+
+    def _enter(self, call: Header) -> None:
+        """Tell the control plane where we are, and learn from it who has left."""
+        control = self._control
+        control.entered = call.sequence
+        if self._alarm.error:
+            raise self._alarm.error
+        for rank, last in list(control.departed.items()):
+            if last < call.sequence:
+                raise PeerLost(control.why_gone(rank), rank)
+
+    def _fail(self, error: BaseException, where: str) -> NoReturn:
+        """End the group on all ranks and raise what all of them agree on.
+
+        An error of this rank's own (Ctrl-C, no memory) leaves half a collective on the wire.
+        It is raised as it is, and the others are told that it was this rank.
+        """
+        peer_error = (
+            error
+            if isinstance(error, PeerError)
+            else PeerLost(f"rank {self.rank} failed {where}: {error!r}", self.rank)
+        )
+        self._failure = self._control.accuse(peer_error)
+        assert self._links, "a world of one has nobody to fail it"
+        self._links.close()
+        raise self._failure if isinstance(error, PeerError) else error
+
+    def abort(self, error: BaseException) -> None:
+        """Leave because of `error`: the other ranks raise PeerLost, naming this rank."""
+        if self._links and not self._failure and not self._closed:
+            said = f"{type(error).__name__}: {error}"
+            text = f"rank {self.rank} ended with {said}. Read its log first."
+            self._failure = self._control.accuse(PeerLost(text, self.rank))
+        self._close()
+
+    def close(self) -> None:
+        """Leave in good order. Collectives that a rank has completed, all can complete.
+
+        Does not wait for the others. Closing twice is fine; leaving a `with` block closes.
+
+        Raises: PeerMismatch if another rank left after more collectives than this one.
+        """
+        control = self._control if self._links else None
+        departed = dict(control.departed) if control and not self._closed else {}
+        self._close()
+        for rank, last in departed.items():
+            if last > self._sequence and not self._failure:
+                raise PeerMismatch(
+                    f"rank {self.rank} closes its group after {self._sequence} collectives, "
+                    f"but rank {rank} made {last}. All ranks must make the same calls.",
+                    rank,
+                )
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            _open_groups.remove(self)
+            if self._links:
+                self._control.leave()
+                self._links.close()
+                self._alarm.close()
+
+    def __enter__(self) -> "ProcessGroup":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(error)
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """Scripts that never close the group leave in order too, and say so if they crash."""
+    error = getattr(sys, "last_value", None)  # the exception that ended the program
+    for group in list(_open_groups):
+        if error is None:
+            group._close()
+        else:
+            group.abort(error)
+
+
+# ---- Arrays on their way in ----
+
+
+def check(op: str, array: Array, reduce: str) -> None:
+    """Raises: UsageError if this array cannot go through this collective."""
+    if not isinstance(array, np.ndarray):
+        raise UsageError(
+            f"{op} takes a NumPy array, not {type(array).__module__}."
+            f"{type(array).__name__}: it is changed in place, on the host"
+        )
+    name = array.dtype.name
+    if name not in DTYPES:
+        raise UsageError(f"{op} of {name}: it can move {', '.join(DTYPES[1:])}")
+    if not array.flags.writeable:
+        raise UsageError(f"{op} changes the array in place, but this one is read-only")
+    if not reduce:
+        return
+    if reduce not in REDUCTIONS[1:]:
+        raise UsageError(f"{op} by {reduce!r}: it can be {', '.join(REDUCTIONS[1:])}")
+    kind = array.dtype.kind
+    if (kind == "b" and reduce not in ("min", "max")) or (
+        kind in "iu" and reduce == "avg"
+    ):
+        hint = "min or max" if kind == "b" else "sum, and divide as you see fit"
+        raise UsageError(f"{op} of {name} by {reduce!r} has no meaning; use {hint}")
+
+
+def native_flat(array: Array) -> Array:
+    """`array` as one row of little-endian memory: a view if it is that already."""
+    little_endian = array.dtype.newbyteorder("<")
+    return np.ascontiguousarray(array, dtype=little_endian).reshape(-1)
+
+
+def messages(call: Header, r: int, n: int) -> int:
+    """The ring steps in which rank r sends: one for each chunk its right neighbour gets."""
+    return len(ring.arrivals(call, (r + 1) % n, n))

@@ -1,0 +1,34 @@
+"""Progress bars: tqdm where it is installed and somebody watches, nothing elsewhere.
+
+    for x, y in progress(loader, desc="epoch 1", show=pg.rank == 0):
+        ...
+
+Rule.  A bar is for eyes: it is drawn only on a terminal. A rank of `minddp run` writes into a
+       pipe; the launcher knows whether a terminal is at its end, tells rank 0 by
+       MINDDP_PROGRESS, and draws the bar below everybody's lines (relay.py).
+
+Left out: bars for several ranks at once. Replicas keep step, so one bar tells all.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+COLUMNS = 70  # through a pipe tqdm cannot see the width; 80 less the tag "[rank 0] "
+
+
+def progress(iterable: Iterable[T], desc: str = "", show: bool = True) -> Iterable[T]:
+    """The same items; while they are taken, a bar on stderr if somebody watches it."""
+    piped = not sys.stderr.isatty()
+    if not show or (piped and not os.environ.get("MINDDP_PROGRESS")):
+        return iterable
+    try:
+        from tqdm import tqdm
+    except ImportError:  # it comes with the extra: pip install 'minddp[viz]'
+        return iterable
+    ncols = COLUMNS if piped else None
+    bar: Iterable[T] = tqdm(iterable, desc=desc, file=sys.stderr, ncols=ncols)
+    return bar

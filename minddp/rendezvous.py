@@ -1,0 +1,220 @@
+"""Rendezvous: n processes that know only rank 0's address become a star and a ring.
+
+    1. join    rank 0 listens at MASTER_ADDR:MASTER_PORT. Every other rank opens a port of its
+               own, dials rank 0, and says in its handshake where it can be dialed.
+    2. table   when all have come, rank 0 sends everyone the table of all addresses.
+    3. ring    every rank dials its right neighbour and answers its left one.
+
+        1 ---.                1 <--.              .--> 1 --.
+        2 ----> 0             2 <--- 0 : table   0          2      links of the ring
+        3 ---'                3 <--'              '--- 3 <-'
+
+Rule 1.  There is one table, rank 0's. Ranks may spell MASTER_ADDR as they like (localhost,
+         127.0.0.1, a host name); what they dial afterwards comes from the table.
+Rule 2.  A rank advertises the local address of the connection by which it reached rank 0: it
+         is on a network that the others are on, which `gethostname` does not promise.
+Rule 3.  Without a token only loopback addresses are used. Whoever reaches the port could
+         otherwise take a seat, and with it the training.
+
+Cost.  2 (n-1) messages at rank 0 and two handshakes a rank: O(n).
+
+In PyTorch: `init_process_group` with `TCPStore` (rank 0's key-value server), and gloo's
+`Context::connectFullMesh`, which makes n (n-1) / 2 connections where a ring needs n.
+
+Left out: a key-value store; ranks without a number ("elastic" rendezvous).
+"""
+
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping
+
+from minddp.control import Control
+from minddp.environment import Job
+from minddp.errors import PeerError, PeerTimeout, UsageError
+from minddp.handshake import CONTROL, RING, Hello, Script, answer, introduce
+from minddp.net import (
+    Alarm,
+    Deadline,
+    Link,
+    Listener,
+    Lobby,
+    RingLinks,
+    adopt,
+    dial,
+    interface_address,
+    listen,
+    listen_in_range,
+    resolve,
+)
+
+log = logging.getLogger("minddp")
+
+
+class Rendezvous:
+    """One rank's way from a Job to its control plane and its ring links."""
+
+    def __init__(self, job: Job, deadline: Deadline, timeout: float):
+        self.job, self.deadline = job, deadline
+        self.alarm = Alarm()
+        self.control = Control(job.rank, job.world_size, self.alarm, timeout)
+        self._me = Hello(CONTROL, job.rank, job.world_size, job.job_id)
+        self._settings: Mapping[str, str] = os.environ
+
+    def meet(self) -> RingLinks:
+        """Join, learn the table, build the ring.
+
+        Raises: UsageError (a wrong address, port or token), PeerTimeout (ranks are missing),
+        PeerLost (a rank came and went). Everybody who has joined raises the same.
+        """
+        lobby: Lobby | None = None
+        try:
+            own_port = self._gather() if self.job.rank == 0 else self._join()
+            lobby = Lobby(own_port, self._answer_left, self.alarm)
+            table = self.control.wait_for_table(self.deadline)
+            return self._build_ring(lobby, table)
+        except PeerError as error:
+            raise self.control.accuse(error) from error.__cause__
+        finally:
+            if lobby:
+                lobby.close()
+
+    def abandon(self) -> None:
+        """After a failure: end the control thread, close everything."""
+        self.control.leave()
+        self.alarm.close()
+
+    # ---- 1. Join ----
+
+    def _gather(self) -> Listener:
+        """Rank 0: wait for everyone, then publish the table. Returns its own ring port."""
+        job = self.job
+        if job.listen_fd is None:
+            require_token(job.master_addr, job.master_port, job.token, self.deadline)
+            master = listen(job.master_addr, job.master_port, self.deadline)
+        else:
+            master = adopt(job.listen_fd)
+        seats: dict[int, tuple[str, int]] = {}
+        lobby = Lobby(master, lambda: self._answer_member(seats), self.alarm)
+        host = master.host
+        try:
+            for hello, link in lobby.links(self.deadline):
+                assert hello, "rank 0 calls nobody while it gathers"
+                seats[link.peer] = hello.host, hello.port
+                self.control.add(link.peer, link)
+                host = link.local_host
+                if len(seats) == job.world_size - 1:
+                    break
+            else:
+                raise PeerTimeout(
+                    f"rank 0 waited {self.deadline.seconds:g} s at {master} for "
+                    f"{job.world_size} ranks",
+                )
+        finally:
+            lobby.close()
+        own_port = self._open_ring_port(master.host)
+        seats[0] = self._setting_host() or host, own_port.port
+        self.control.publish([seats[r] for r in range(job.world_size)])
+        return own_port
+
+    def _answer_member(self, seats: dict[int, tuple[str, int]]) -> Script:
+        def objection(hello: Hello) -> str | None:
+            if hello.role != CONTROL or hello.rank == 0:
+                return f"rank {hello.rank} has no seat to take here"
+            if hello.rank in seats:
+                return f"rank {hello.rank} has already joined; is a second job running?"
+            return None
+
+        return answer(self._me, self.job.token, objection)
+
+    def _join(self) -> Listener:
+        """Other ranks: dial rank 0 and say where this rank can be dialed."""
+        job = self.job
+        require_token(job.master_addr, job.master_port, job.token, self.deadline)
+        own_port: Listener | None = None
+
+        def script(local_host: str) -> Script:
+            nonlocal own_port
+            if own_port:
+                own_port.close()
+            own_port = self._open_ring_port(local_host)
+            me = Hello(
+                *(CONTROL, job.rank, job.world_size, job.job_id),
+                *(own_port.host, own_port.port),
+            )
+            return introduce(me, job.token)
+
+        try:
+            link = dial(job.master_addr, job.master_port, script, self.deadline)
+        except PeerTimeout as late:
+            raise PeerTimeout(
+                f"rank {job.rank} could not reach rank 0 in {self.deadline.seconds:g} s: "
+                f"{late}. Is rank 0 running, are MASTER_ADDR and MASTER_PORT right, does a "
+                "firewall stand between?",
+                0,
+            ) from late.__cause__
+        except UsageError as refused:
+            raise UsageError(
+                f"rank {job.rank} was not let in by rank 0: {refused}. All ranks need the "
+                "same MINDDP_TOKEN, MINDDP_JOB_ID and WORLD_SIZE; or another program has "
+                "this port."
+            ) from refused.__cause__
+        self.control.add(0, link)
+        assert own_port, "dial has called script"
+        return own_port
+
+    def _open_ring_port(self, host: str) -> Listener:
+        ports = self._settings.get("MINDDP_PORT_RANGE")
+        return listen_in_range(self._setting_host() or host, ports)
+
+    def _setting_host(self) -> str | None:
+        name = self._settings.get("MINDDP_IFNAME")
+        return interface_address(name) if name else None
+
+    # ---- 3. Ring ----
+
+    def _build_ring(self, lobby: Lobby, table: list[tuple[str, int]]) -> RingLinks:
+        """Dial right, answer left, at the same time: done in turn, all would wait."""
+        r, n = self.job.rank, self.job.world_size
+        right = (r + 1) % n
+        me = Hello(RING, r, n, self.job.job_id)
+        lobby.call(right, *table[right], introduce(me, self.job.token))
+        ends: dict[str, Link] = {}
+        for hello, link in lobby.links(self.deadline):
+            ends["left" if hello else "right"] = link
+            if len(ends) == 2:
+                log.info("rank %d -> %d via %s", r, right, ends["right"].local_host)
+                return RingLinks(r, n, ends["left"], ends["right"], self.alarm)
+        for rank, address in lobby.waiting_for():
+            raise PeerTimeout(
+                f"rank {r} could not reach rank {rank}'s ring port {address} in "
+                f"{self.deadline.seconds:g} s. Does a firewall stand between? "
+                "MINDDP_PORT_RANGE=40000-40100 makes ports that one can open.",
+                rank,
+            )
+        left = (r - 1) % n
+        raise PeerTimeout(f"rank {r} was not dialed by its left neighbour {left}", left)
+
+    def _answer_left(self) -> Script:
+        left = (self.job.rank - 1) % self.job.world_size
+
+        def objection(hello: Hello) -> str | None:
+            if (hello.role, hello.rank) == (RING, left):
+                return None
+            return f"rank {self.job.rank} waits for rank {left} as its left neighbour"
+
+        return answer(self._me, self.job.token, objection)
+
+
+def require_token(host: str, port: int, token: bytes, deadline: Deadline) -> None:
+    """Raises: UsageError if this address is not loopback and the job has no token."""
+    addresses = [address[0] for _, address in resolve(host, port, deadline)]
+    if token or all(
+        ipaddress.ip_address(a.split("%")[0]).is_loopback for a in addresses
+    ):
+        return
+    raise UsageError(
+        f"MASTER_ADDR={host} can be reached from other machines, so the job needs a token: "
+        "anybody who reaches the port could join. Make one and set it on every machine:\n"
+        "  export MINDDP_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+    )

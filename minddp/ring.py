@@ -1,0 +1,381 @@
+"""Ring collectives: n ranks sum an array while each talks only to its two neighbours.
+
+    r, n     this rank, the number of ranks        right = (r + 1) % n
+    k        a chunk: one of n near-equal parts    left  = (r - 1) % n
+    s        a step, 0 .. n-2
+
+              .--> 0 --.
+             /          \\           every rank sends to the right
+            3            1          and receives from the left,
+             \\          /           at the same moment
+              '--- 2 <-'
+
+Phase 1, reduce-scatter.  Chunk k sets out from rank k+1, is added to at every stop, and
+comes home to rank k with the sum of all ranks.
+
+    step s:   rank r sends chunk (r-1-s) % n,  receives and adds chunk (r-2-s) % n
+
+    n = 4     s=0         s=1         s=2
+    0 sends   3           2           1
+    1 sends   0           3           2         follow chunk 0:
+    2 sends   1           0           3         1 -> 2 -> 3 -> 0
+    3 sends   2           1           0
+
+    After it:  rank r owns chunk r, complete.
+
+Phase 2, all-gather.  The same walk with finished chunks: chunk k sets out from rank k.
+
+    step s:   rank r sends chunk (r-s) % n,  receives and keeps chunk (r-1-s) % n
+
+Both phases are written twice below. `*_stepwise` reads like the picture: n-1 exchanges, each
+of a whole chunk. The others are what runs. They rest on one observation: what a rank sends
+in a step is exactly what it received and finished in the step before. So nobody needs to wait
+for a whole chunk. Each rank forwards every *segment* as soon as it is finished, and the whole
+all-reduce becomes one stream in which sending trails receiving by one chunk:
+
+    receive   | chunk r-2 |  r-3  | ... |   r   |  r-1  | ...
+    send      | chunk r-1 |  r-2  |  ...   |   r   | ...        (each time the same segments,
+                                                                 one chunk later)
+Invariants.
+  Bytes.  Each rank sends 2 (n-1)/n * B bytes in 2 (n-1) steps. No algorithm can do with less
+  [Patarasuk & Yuan 2009, theorem 1]; the price is latency, which grows with n.
+  Bits.   Each chunk is summed along one path and then copied, so all ranks end with the same
+  bits. For n = 2 these are the bits of x0 + x1; for n > 2 chunk k is added in the order
+  k+1, k+2, ..., k, so another n or another chunk boundary may flip last bits.
+  No deadlock.  A rank never waits to send before it looks for what has come (`pump`).
+
+In PyTorch: gloo's allreduce_ring_chunked.cc; NCCL's `runRing` in all_reduce.h.
+
+Left out: trees and recursive doubling, which need fewer steps for small arrays; several
+rings at once.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from minddp.errors import PeerError, PeerLost, PeerMismatch, PeerTimeout
+from minddp.frame import HEADER_BYTES, FrameError, Header
+from minddp.net import Deadline
+
+Array = np.ndarray[Any, Any]
+Bytes = bytes | bytearray | memoryview
+Script = Iterator[bytearray | memoryview]  # yields each buffer that it wants filled
+
+SEGMENT_BYTES = 256 * 1024  # fits the L2 cache beside what it is added to
+
+REDUCTIONS: dict[str, Callable[..., Array]] = {
+    "sum": np.add,
+    "avg": np.add,  # and one division by n, where a chunk is complete
+    "min": np.minimum,
+    "max": np.maximum,
+    "prod": np.multiply,
+}
+
+
+class Neighbour(Protocol):
+    """Who is at the other end of a link."""
+
+    peer: int
+    address: str
+
+
+class Links(Protocol):
+    """What a ring needs of a network (net.RingLinks, testing.MemoryLinks)."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def left(self) -> Neighbour: ...
+    @property
+    def right(self) -> Neighbour: ...
+    def send_some(self, buffers: Iterable[Bytes]) -> int: ...
+    def recv_some(self, buffer: bytearray | memoryview) -> int: ...
+    def wait(self, sending: bool, receiving: bool, deadline: Deadline) -> bool: ...
+
+
+# ---- Chunks and segments: who owns what ----
+
+
+def chunk(length: int, n: int, k: int) -> slice:
+    """Chunk k of n of an array of `length` elements; the first length % n have one more.
+
+    chunk(10, 4, k) for k = 0 .. 3 is 0:3, 3:6, 6:8, 8:10. Any integer k is taken modulo n.
+    """
+    size, longer = divmod(length, n)
+    k %= n
+    start = k * size + min(k, longer)
+    return slice(start, start + size + (k < longer))
+
+
+def segments(part: slice, itemsize: int) -> Iterator[slice]:
+    """The pieces of a chunk that travel as a unit, none of them empty."""
+    step = SEGMENT_BYTES // itemsize
+    for start in range(part.start, part.stop, step):
+        yield slice(start, min(start + step, part.stop))
+
+
+def as_bytes(x: Array) -> memoryview:
+    """The memory of a contiguous array."""
+    return memoryview(x.view(np.uint8)) if x.size else memoryview(b"")
+
+
+# ---- Moving bytes: both directions at once ----
+
+
+def pump(
+    links: Links, ready: deque[Bytes], script: Script, call: Header, deadline: Deadline
+) -> None:
+    """Send what is `ready` and fill what `script` asks for, until both have ended.
+
+    The script appends to `ready` what may go on to the right. Sending and receiving take
+    turns without ever blocking. Were all ranks to send first and receive afterwards, each
+    would block as soon as its message exceeded the kernel's buffers, for ever.
+
+    Raises: PeerLost, PeerTimeout, or the error of the group. The ring is then out of step
+    and of no more use; arrays that were being received are undefined.
+    """
+    wanted = memoryview(next(script, b""))
+    received = 0
+    while wanted or ready:
+        try:
+            moved = links.send_some(ready) if ready else 0
+            drop(ready, moved)
+            got = links.recv_some(wanted) if wanted else 0
+        except PeerLost as lost:
+            raise explained(lost, links, received, call) from lost.__cause__
+        if got:
+            received += got
+            wanted = wanted[got:]
+            if not wanted:  # it is full: the script uses it and asks for the next
+                wanted = memoryview(next(script, b""))
+        if moved or got:
+            deadline.restart()
+        elif not links.wait(bool(ready), bool(wanted), deadline):
+            silent = links.left if wanted else links.right
+            late = PeerTimeout(f"no byte moved for {deadline.seconds:g} s", silent.peer)
+            raise explained(late, links, received, call)
+
+
+def drop(ready: deque[Bytes], count: int) -> None:
+    """Take `count` bytes off the front of these buffers."""
+    while count:
+        first = memoryview(ready[0])
+        if count < len(first):
+            ready[0] = first[count:]
+            return
+        count -= len(first)
+        ready.popleft()
+
+
+def exchange(
+    links: Links, out: Array, into: Array, call: Header, deadline: Deadline
+) -> None:
+    """Send one array to the right while another comes from the left."""
+    ready: deque[Bytes] = deque([as_bytes(out)] if out.size else [])
+    pump(links, ready, iter([as_bytes(into)] if into.size else []), call, deadline)
+
+
+def run(
+    links: Links, ready: deque[Bytes], script: Script, call: Header, deadline: Deadline
+) -> None:
+    """A whole collective: fingerprints first, so that no byte of another call is used.
+
+    Raises: PeerMismatch if the left neighbour is in another call, before any array changed.
+    """
+    mine, theirs = call.pack(), bytearray(HEADER_BYTES)
+
+    def fingerprint_then_script() -> Script:
+        yield theirs
+        if theirs != mine:
+            raise mismatch(links, call, bytes(theirs))
+        yield from script
+
+    ready.appendleft(mine)
+    pump(links, ready, fingerprint_then_script(), call, deadline)
+
+
+# ---- The ring, step by step: reads like the picture ----
+
+
+def reduce_scatter_stepwise(
+    links: Links, x: Array, call: Header, deadline: Deadline
+) -> None:
+    """After it, chunk r of rank r's 1-D array x is complete; other chunks are partial."""
+    r, n = links.rank, links.world_size
+    add = REDUCTIONS[call.reduce]
+    for s in range(n - 1):
+        sent, mine = chunk(len(x), n, r - 1 - s), chunk(len(x), n, r - 2 - s)
+        received = np.empty_like(x[mine])
+        exchange(links, x[sent], received, call, deadline)
+        add(received, x[mine], out=x[mine])
+    if call.reduce == "avg":
+        x[chunk(len(x), n, r)] /= n
+
+
+def all_gather_stepwise(
+    links: Links, x: Array, call: Header, deadline: Deadline
+) -> None:
+    """Before it, chunk r of rank r's x is right; after it, all of x is, on all ranks."""
+    r, n = links.rank, links.world_size
+    for s in range(n - 1):
+        sent, kept = chunk(len(x), n, r - s), chunk(len(x), n, r - 1 - s)
+        exchange(links, x[sent], x[kept], call, deadline)
+
+
+def all_reduce_stepwise(
+    links: Links, x: Array, call: Header, deadline: Deadline
+) -> None:
+    """After it, the 1-D array x holds the reduction over all ranks, on all ranks."""
+    reduce_scatter_stepwise(links, x, call, deadline)
+    all_gather_stepwise(links, x, call, deadline)
+
+
+# ---- The ring as one stream: what runs ----
+
+
+def reduce_scatter(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
+    """As `reduce_scatter_stepwise`, in segments."""
+    ready = start_with(links, x, links.rank - 1)
+    run(links, ready, add_all(links, x, call, ready, False), call, deadline)
+
+
+def all_gather(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
+    """As `all_gather_stepwise`, in segments."""
+    ready = start_with(links, x, links.rank)
+    run(links, ready, keep_all(links, x, ready), call, deadline)
+
+
+def all_reduce(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
+    """As `all_reduce_stepwise`, in segments, without a pause between the phases."""
+    ready = start_with(links, x, links.rank - 1)
+
+    def script() -> Script:
+        yield from add_all(links, x, call, ready, True)
+        yield from keep_all(links, x, ready)
+
+    run(links, ready, script(), call, deadline)
+
+
+def start_with(links: Links, x: Array, k: int) -> deque[Bytes]:
+    """What sets out from this rank: the bytes of chunk k, if it has any."""
+    memory = as_bytes(x[chunk(len(x), links.world_size, k)])
+    return deque([memory] if memory else [])
+
+
+def add_all(
+    links: Links, x: Array, call: Header, ready: deque[Bytes], chunk_r_too: bool
+) -> Script:
+    """Phase 1: receive, add, pass on. What is complete at the end is chunk r.
+
+    `chunk_r_too` passes even that on, as phase 2 wants it; a reduce-scatter does not.
+    """
+    r, n, add = links.rank, links.world_size, REDUCTIONS[call.reduce]
+    scratch = np.empty(min(SEGMENT_BYTES // x.itemsize, -(-len(x) // n)), x.dtype)
+    for s in range(n - 1):
+        for part in segments(chunk(len(x), n, r - 2 - s), x.itemsize):
+            segment, received = x[part], scratch[: part.stop - part.start]
+            yield as_bytes(received)
+            add(received, segment, out=segment)
+            if call.reduce == "avg" and s == n - 2:
+                segment /= n  # by its owner alone: one pass over 1/n of the array
+            if chunk_r_too or s < n - 2:
+                ready.append(as_bytes(segment))
+
+
+def keep_all(links: Links, x: Array, ready: deque[Bytes]) -> Script:
+    """Phase 2: receive in place, and pass on all but the last chunk, which is right's own."""
+    r, n = links.rank, links.world_size
+    for s in range(n - 1):
+        for part in segments(chunk(len(x), n, r - 1 - s), x.itemsize):
+            segment = as_bytes(x[part])
+            yield segment
+            if s < n - 2:
+                ready.append(segment)
+
+
+def broadcast(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
+    """After it, the 1-D array x is the root's, on all ranks.
+
+    It walks the ring from the root to the root's left neighbour. In segments, so that the
+    last rank starts to receive n-2 segments after the first, and not n-2 arrays.
+    """
+    r, n, root = links.rank, links.world_size, call.root
+    ready: deque[Bytes] = deque([as_bytes(x)] if r == root and x.size else [])
+
+    def script() -> Script:
+        for part in segments(slice(0, len(x)), x.itemsize) if r != root else ():
+            segment = as_bytes(x[part])
+            yield segment
+            if r != (root - 1) % n:
+                ready.append(segment)
+
+    run(links, ready, script(), call, deadline)
+
+
+def barrier(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
+    """Returns when all ranks have entered: nobody knows a sum before all have added to it.
+
+    `x` is one element, of no other use.
+    """
+    all_reduce(links, x, call, deadline)
+
+
+# ---- What a rank expects, and what to say when it does not come ----
+
+
+def arrivals(call: Header, r: int, n: int) -> list[int]:
+    """The bytes that rank r receives in each step of this call, without its header.
+
+    For an all-reduce of 10 float32, rank 0 of 4 receives chunks 2, 1, 0, 3, 2, 1, which
+    gives [8, 12, 12, 8, 8, 12].
+    """
+    if call.op == "broadcast":
+        return [] if r == call.root else [call.nbytes]
+    first = r - 1 if call.op == "all_gather" else r - 2
+    steps = 2 * (n - 1) if call.op in ("all_reduce", "barrier") else n - 1
+    parts = (chunk(call.count, n, first - t) for t in range(steps))
+    itemsize = call.nbytes // call.count if call.count else 0
+    return [(part.stop - part.start) * itemsize for part in parts]
+
+
+def explained(error: PeerError, links: Links, received: int, call: Header) -> PeerError:
+    """The same error, told in full: who, in which call, how far it came, what to do."""
+    r, n, p = links.rank, links.world_size, error.culprit
+    link = links.left if p == (r - 1) % n else links.right
+    side = "" if n == 2 else "left " if link is links.left else "right "
+    steps = list(itertools.accumulate(arrivals(call, r, n)))
+    payload = max(0, received - HEADER_BYTES)
+    step = sum(payload >= total for total in steps) + 1
+    lost = isinstance(error, PeerLost)
+    text = (
+        f"rank {r} {'lost' if lost else 'waits in vain for'} rank {p} "
+        f"(its {side}neighbour, {link.address}) during {call}"
+    )
+    if steps and step <= len(steps):
+        text += (
+            f", step {step} of {len(steps)}, after {payload:,} of {steps[-1]:,} bytes"
+        )
+    text += f": {error}."
+    if lost:
+        text += f" Rank {p} probably crashed or was killed: read its log first."
+    return type(error)(text, p)
+
+
+def mismatch(links: Links, call: Header, theirs: bytes) -> PeerMismatch:
+    """Both sides of a disagreement with the left neighbour."""
+    r, left = links.rank, links.left.peer
+    try:
+        what = str(Header.unpack(theirs))
+    except FrameError as exc:
+        what = f"something else ({exc})"
+    return PeerMismatch(
+        f"rank {r} is in {call}, but rank {left} sent {what}. All ranks must call "
+        "collectives in the same order with equal shapes and dtypes. Did the ranks build "
+        "different models, or does one skip a call?",
+        left,
+    )

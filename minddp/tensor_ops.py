@@ -1,0 +1,717 @@
+"""Array formulas: what each op computes, and how a gradient goes back through it.
+
+    x, a, b    the inputs          gy    d loss / d y, the gradient that comes in
+    y          the output          gx    d loss / d x, the gradient that goes out
+
+           forward                      backward
+    x ---> [ op ] ---> y         gx <--- [ op ] <--- gy
+             |   keeps on itself           ^
+             '---- what backward needs ----'
+
+Rule.  The chain rule: `backward` multiplies gy by the derivative of y, and hands back
+one gradient per input. Every op is a class with the same two methods; what is fixed,
+such as an axis, goes to `__init__`. After two ops you can predict the third:
+
+    class   y = forward               gradient = backward
+    ------------------------------------------------------------------------
+    Add     a + b                     gy              gy
+    Mul     a * b                     gy * b          gy * a
+    Exp     exp(x)                    gy * y
+    Sum     x.sum(axis)               gy, stretched over the axis again
+    MatMul  a @ b                     gy @ b.T        a.T @ gy
+
+Worked example.
+
+    op = Mul()
+    op.forward(3.0, 4.0)        12.0
+    op.backward(1.0)            (4.0, 3.0)      a step on a moves the product by b
+
+Invariants, which autograd relies on.
+1.  A gradient has the shape of its input. NumPy stretches operands (broadcasting), and
+    `unbroadcast` sums the gradient over the axes that were stretched.
+2.  gy is only read. It may be shared, and it may be a view in which all elements are
+    one number in memory.
+3.  Two inputs never get one new array: the receiver may keep what it gets and later add
+    to it in place.
+4.  Where `op.needs` says False, nobody wants that input's gradient, and the op may
+    answer None: the first layer need not compute the gradient of the data.
+
+Cost.  Each class keeps references to arrays, not copies; an elementwise op reads and
+writes memory two or three times per direction.
+
+In PyTorch: `derivatives.yaml` and the kernels of ATen.
+
+Left out:
+- derivatives of derivatives: backward works on arrays, which record nothing;
+- in-place ops, which could overwrite what another op kept for its backward;
+- checks for arrays that were changed between forward and backward.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from minddp.device import Array, array_module, generator, scatter_add, to_host
+from minddp.errors import UsageError
+
+Grads: TypeAlias = tuple[Array | None, ...]
+Axis: TypeAlias = int | tuple[int, ...] | None
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Op:
+    """One formula with its derivative, used for one forward and its backward."""
+
+    needs: Sequence[bool] = (True, True, True)  # which inputs want a gradient
+    forward: Callable[..., Array]
+    backward: Callable[[Array], Grads]
+
+
+def unbroadcast(g: Array, shape: Shape) -> Array:
+    """g summed to `shape`: the gradient of an input that was stretched to g's shape.
+
+    An element that was used k times collects the gradients of its k uses. For example,
+    (5, 4) <- (4,) sums the rows, and (5, 4) <- (5, 1) the columns.
+    """
+    if g.shape == shape:
+        return g
+    added = g.ndim - len(shape)
+    stretched = tuple(added + i for i, size in enumerate(shape) if size == 1)
+    return g.sum(axis=(*range(added), *stretched)).reshape(shape)
+
+
+# ---- Arithmetic: two inputs, broadcast against each other ----
+
+
+class Add(Op):
+    """a + b"""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.shapes = a.shape, b.shape
+        return a + b
+
+    def backward(self, gy: Array) -> Grads:
+        return unbroadcast(gy, self.shapes[0]), unbroadcast(gy, self.shapes[1])
+
+
+class Sub(Op):
+    """a - b"""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.shapes = a.shape, b.shape
+        return a - b
+
+    def backward(self, gy: Array) -> Grads:
+        return unbroadcast(gy, self.shapes[0]), unbroadcast(-gy, self.shapes[1])
+
+
+class Mul(Op):
+    """a * b"""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.a, self.b = a, b
+        return a * b
+
+    def backward(self, gy: Array) -> Grads:
+        a, b, needs = self.a, self.b, self.needs
+        ga = unbroadcast(gy * b, a.shape) if needs[0] else None
+        gb = unbroadcast(gy * a, b.shape) if needs[1] else None
+        return ga, gb
+
+
+class Div(Op):
+    """a / b"""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.a, self.b = a, b
+        return a / b
+
+    def backward(self, gy: Array) -> Grads:
+        a, b, needs = self.a, self.b, self.needs
+        ga = unbroadcast(gy / b, a.shape) if needs[0] else None
+        gb = unbroadcast(-gy * a / (b * b), b.shape) if needs[1] else None
+        return ga, gb
+
+
+class Pow(Op):
+    """a ** b, both of them arrays
+
+    The derivatives b * a**(b-1) and y * log(a) are 0 * inf where b = 0 or a = 0 meets
+    a = 0. There the finite factor decides: the exponent 1 and log(1) stand in.
+    """
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.a, self.b, self.y = a, b, a**b
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        a, b, y, needs, xp = self.a, self.b, self.y, self.needs, array_module(gy)
+        ga = gb = None
+        if needs[0]:
+            ga = unbroadcast(gy * b * a ** xp.where(b == 0, 1, b - 1), a.shape)
+        if needs[1]:
+            gb = unbroadcast(gy * y * xp.log(xp.where(a == 0, 1, a)), b.shape)
+        return ga, gb
+
+
+class Maximum(Op):
+    """The larger of a and b; where they tie, each gets half of the gradient"""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.a, self.b = a, b
+        return array_module(a).maximum(a, b)
+
+    def backward(self, gy: Array) -> Grads:
+        a, b = self.a, self.b
+        ga = gy * _share(a > b, a == b, gy)
+        gb = gy * _share(b > a, a == b, gy)
+        return unbroadcast(ga, a.shape), unbroadcast(gb, b.shape)
+
+
+class Minimum(Op):
+    """The smaller of a and b; where they tie, each gets half of the gradient"""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.a, self.b = a, b
+        return array_module(a).minimum(a, b)
+
+    def backward(self, gy: Array) -> Grads:
+        a, b = self.a, self.b
+        ga = gy * _share(a < b, a == b, gy)
+        gb = gy * _share(b < a, a == b, gy)
+        return unbroadcast(ga, a.shape), unbroadcast(gb, b.shape)
+
+
+def _share(wins: Array, ties: Array, like: Array) -> Array:
+    """1 where an input wins, 1/2 where it ties, 0 elsewhere, in the dtype of `like`."""
+    return wins.astype(like.dtype) + ties.astype(like.dtype) * 0.5
+
+
+class Where(Op):
+    """a where the condition holds, else b; each gets the gradient of its own places
+
+    The other places get 0, not 0 * gy: an infinite gy there does not become a NaN.
+    """
+
+    def __init__(self, condition: Array):
+        self.condition = condition
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.shapes = a.shape, b.shape
+        return array_module(a).where(self.condition, a, b)
+
+    def backward(self, gy: Array) -> Grads:
+        xp, zero = array_module(gy), gy.dtype.type(0)
+        ga = xp.where(self.condition, gy, zero)
+        gb = xp.where(self.condition, zero, gy)
+        return unbroadcast(ga, self.shapes[0]), unbroadcast(gb, self.shapes[1])
+
+
+# ---- Elementwise functions of one input ----
+
+
+class Neg(Op):
+    """-x"""
+
+    def forward(self, x: Array) -> Array:
+        return -x
+
+    def backward(self, gy: Array) -> Grads:
+        return (-gy,)
+
+
+class PowNumber(Op):
+    """x ** p with a fixed number p; the derivative at p = 0 is 0, also at x = 0"""
+
+    def __init__(self, p: float):
+        self.p = p
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return x**self.p
+
+    def backward(self, gy: Array) -> Grads:
+        p, x = self.p, self.x
+        return (gy * (p * x ** (p - 1) if p else 0),)
+
+
+class Exp(Op):
+    """exp(x)"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = array_module(x).exp(x)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * self.y,)
+
+
+class Log(Op):
+    """log(x), natural"""
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return array_module(x).log(x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy / self.x,)
+
+
+class Sqrt(Op):
+    """sqrt(x); the derivative at 0 is infinite, as it should be"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = array_module(x).sqrt(x)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy / (2 * self.y),)
+
+
+class Abs(Op):
+    """abs(x); the derivative at 0 is taken as 0"""
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return abs(x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * array_module(gy).sign(self.x),)
+
+
+class Tanh(Op):
+    """tanh(x)"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = array_module(x).tanh(x)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * (1 - self.y * self.y),)
+
+
+class Sigmoid(Op):
+    """1 / (1 + exp(-x)), written with tanh: no exp, so nothing overflows"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = 0.5 + 0.5 * array_module(x).tanh(0.5 * x)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * (self.y * (1 - self.y)),)
+
+
+class ReLU(Op):
+    """max(x, 0); the derivative at 0 is taken as 0"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = array_module(x).maximum(x, 0)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * (self.y > 0),)
+
+
+class GELU(Op):
+    """x times the normal distribution function, in its tanh form
+
+    y = x/2 (1 + tanh u),  u = c (x + k x^3)          [Hendrycks & Gimpel 2016, section 2]
+    """
+
+    c, k = math.sqrt(2 / math.pi), 0.044715
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        self.t = array_module(x).tanh(self.c * x * (1 + self.k * x * x))
+        return 0.5 * x * (1 + self.t)
+
+    def backward(self, gy: Array) -> Grads:
+        x, t = self.x, self.t
+        du = self.c * (1 + 3 * self.k * x * x)
+        return (gy * (0.5 * (1 + t + x * (1 - t * t) * du)),)
+
+
+class Cast(Op):
+    """x in another dtype; the gradient returns in the dtype of x"""
+
+    def __init__(self, dtype: Any):
+        self.dtype = dtype
+
+    def forward(self, x: Array) -> Array:
+        self.before = x.dtype
+        return x.astype(self.dtype)
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy.astype(self.before),)
+
+
+class Dropout(Op):
+    """x with elements zeroed with probability p and the others times 1 / (1 - p)"""
+
+    def __init__(self, p: float):
+        self.p = p
+
+    def forward(self, x: Array) -> Array:
+        kept = generator().random(x.shape, dtype="float32") >= self.p
+        scale = 1 / (1 - self.p) if self.p < 1 else 0
+        self.mask = array_module(x).asarray(kept.astype(x.dtype) * scale, x.dtype)
+        return x * self.mask
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * self.mask,)
+
+
+# ---- Reductions: over one axis, several, or all (None) ----
+
+
+def _stretch(g: Array, shape: Shape, axis: Axis, keepdims: bool) -> Array:
+    """g, which was reduced over `axis`, as a read-only view of the shape before that."""
+    xp = array_module(g)
+    if axis is not None and not keepdims:
+        g = xp.expand_dims(g, axis)
+    return xp.broadcast_to(g, shape)
+
+
+class Sum(Op):
+    """The sum over the axis: each element of x moves it by as much as itself"""
+
+    def __init__(self, axis: Axis = None, keepdims: bool = False):
+        self.axis, self.keepdims = axis, keepdims
+
+    def forward(self, x: Array) -> Array:
+        self.shape = x.shape
+        return x.sum(axis=self.axis, keepdims=self.keepdims)
+
+    def backward(self, gy: Array) -> Grads:
+        return (_stretch(gy, self.shape, self.axis, self.keepdims),)
+
+
+class Mean(Op):
+    """The mean over the axis"""
+
+    def __init__(self, axis: Axis = None, keepdims: bool = False):
+        self.axis, self.keepdims = axis, keepdims
+
+    def forward(self, x: Array) -> Array:
+        y = x.mean(axis=self.axis, keepdims=self.keepdims)
+        self.shape, self.count = x.shape, x.size // max(y.size, 1)
+        return y
+
+    def backward(self, gy: Array) -> Grads:
+        return (_stretch(gy / self.count, self.shape, self.axis, self.keepdims),)
+
+
+class Max(Op):
+    """The largest element over the axis; k that tie get 1/k of the gradient each"""
+
+    def __init__(self, axis: Axis = None, keepdims: bool = False):
+        self.axis, self.keepdims = axis, keepdims
+
+    def forward(self, x: Array) -> Array:
+        self.x, self.y = x, x.max(axis=self.axis, keepdims=self.keepdims)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (_to_extremes(gy, self.x, self.y, self.axis, self.keepdims),)
+
+
+class Min(Op):
+    """The smallest element over the axis; k that tie get 1/k of the gradient each"""
+
+    def __init__(self, axis: Axis = None, keepdims: bool = False):
+        self.axis, self.keepdims = axis, keepdims
+
+    def forward(self, x: Array) -> Array:
+        self.x, self.y = x, x.min(axis=self.axis, keepdims=self.keepdims)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (_to_extremes(gy, self.x, self.y, self.axis, self.keepdims),)
+
+
+def _to_extremes(gy: Array, x: Array, y: Array, axis: Axis, keepdims: bool) -> Array:
+    """gy at the places where x equals its extreme y, shared equally among them."""
+    hit = (x == _stretch(y, x.shape, axis, keepdims)).astype(gy.dtype)
+    return hit * _stretch(gy, x.shape, axis, keepdims) / hit.sum(axis, keepdims=True)
+
+
+# ---- Shape: the numbers stay, their arrangement changes ----
+
+
+class Reshape(Op):
+    """x in another shape with as many elements"""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+
+    def forward(self, x: Array) -> Array:
+        self.before = x.shape
+        return x.reshape(self.shape)
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy.reshape(self.before),)
+
+
+class Transpose(Op):
+    """x with its axes in another order: axis i of y is axis axes[i] of x"""
+
+    def __init__(self, axes: tuple[int, ...]):
+        self.axes = axes
+
+    def forward(self, x: Array) -> Array:
+        return x.transpose(self.axes)
+
+    def backward(self, gy: Array) -> Grads:
+        axes = [axis % gy.ndim for axis in self.axes]
+        return (gy.transpose([axes.index(i) for i in range(gy.ndim)]),)
+
+
+class BroadcastTo(Op):
+    """x stretched to a larger shape"""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+
+    def forward(self, x: Array) -> Array:
+        self.before = x.shape
+        return array_module(x).broadcast_to(x, self.shape)
+
+    def backward(self, gy: Array) -> Grads:
+        return (unbroadcast(gy, self.before),)
+
+
+class GetItem(Op):
+    """x[index]: slices, integers, masks, or arrays of integers, which may repeat
+
+    A GPU does not check integer arrays: there, an index out of range wraps around.
+    """
+
+    def __init__(self, index: Any):
+        self.index = index
+
+    def forward(self, x: Array) -> Array:
+        self.shape = x.shape
+        return x[self.index]
+
+    def backward(self, gy: Array) -> Grads:
+        gx = array_module(gy).zeros(self.shape, gy.dtype)
+        if _may_repeat(self.index):
+            scatter_add(gx, self.index, gy)
+        else:
+            gx[self.index] = gy
+        return (gx,)
+
+
+def _may_repeat(index: Any) -> bool:
+    """Whether the index can name one element twice: if it holds an array of integers."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(part, list) or (hasattr(part, "dtype") and part.dtype.kind in "iu")
+        for part in parts
+    )
+
+
+class Embedding(Op):
+    """Row ids[i] of the table for every i; a row used k times adds k gradients"""
+
+    def __init__(self, ids: Array):
+        self.ids = ids
+
+    def forward(self, table: Array) -> Array:
+        check_range(self.ids, len(table), "index", "rows")
+        self.shape = table.shape
+        return table[self.ids]
+
+    def backward(self, gy: Array) -> Grads:
+        gtable = array_module(gy).zeros(self.shape, gy.dtype)
+        scatter_add(gtable, self.ids, gy)
+        return (gtable,)
+
+
+class Concatenate(Op):
+    """The inputs, one after the other along an axis"""
+
+    def __init__(self, axis: int = 0):
+        self.axis = axis
+
+    def forward(self, *xs: Array) -> Array:
+        self.sizes = [x.shape[self.axis] for x in xs]
+        return array_module(xs[0]).concatenate(xs, self.axis)
+
+    def backward(self, gy: Array) -> Grads:
+        ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]
+        return tuple(array_module(gy).split(gy, ends, self.axis))
+
+
+class Stack(Op):
+    """The inputs, side by side along a new axis"""
+
+    def __init__(self, axis: int = 0):
+        self.axis = axis
+
+    def forward(self, *xs: Array) -> Array:
+        return array_module(xs[0]).stack(xs, self.axis)
+
+    def backward(self, gy: Array) -> Grads:
+        return tuple(array_module(gy).moveaxis(gy, self.axis, 0))
+
+
+# ---- Products ----
+
+
+class MatMul(Op):
+    """a @ b: the last two axes are matrices, those before are broadcast
+
+    A 1-D operand is a row on the left and a column on the right; that axis of length 1
+    is put in before the product and taken out after it, in both directions.
+    """
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.a, self.b = a, b
+        return array_module(a).matmul(a, b)
+
+    def backward(self, gy: Array) -> Grads:
+        xp = array_module(gy)
+        a, b, ga, gb = self.a, self.b, None, None
+        if b.ndim == 1:
+            b, gy = b[:, None], xp.expand_dims(gy, -1)
+        if a.ndim == 1:
+            a, gy = a[None, :], xp.expand_dims(gy, -2)
+        if self.needs[0]:
+            ga = unbroadcast(gy @ b.swapaxes(-1, -2), a.shape).reshape(self.a.shape)
+        if self.needs[1]:
+            gb = unbroadcast(a.swapaxes(-1, -2) @ gy, b.shape).reshape(self.b.shape)
+        return ga, gb
+
+
+class Linear(Op):
+    """x @ W.T + b, fused;  x is (..., in), W is (out, in), b is (out,) or absent"""
+
+    def forward(self, x: Array, W: Array, b: Array | None = None) -> Array:
+        self.x, self.W, self.has_bias = x, W, b is not None
+        y = x @ W.T
+        if b is not None:
+            y += b
+        return y
+
+    def backward(self, gy: Array) -> Grads:
+        x, W, rows = self.x, self.W, math.prod(self.x.shape[:-1])
+        g = gy.reshape(rows, W.shape[0])
+        gx = gy @ W if self.needs[0] else None
+        gW = g.T @ x.reshape(rows, W.shape[1]) if self.needs[1] else None
+        return (gx, gW, g.sum(axis=0)) if self.has_bias else (gx, gW)
+
+
+# ---- Softmax and losses: fused where the parts alone would overflow ----
+
+
+class Softmax(Op):
+    """exp(x) / sum(exp(x)) along the axis
+
+    Subtracting the maximum first changes nothing in the quotient and keeps exp <= 1.
+    """
+
+    def __init__(self, axis: int = -1):
+        self.axis = axis
+
+    def forward(self, x: Array) -> Array:
+        e = array_module(x).exp(x - x.max(self.axis, keepdims=True))
+        self.y = e / e.sum(self.axis, keepdims=True)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        g = gy * self.y
+        return (g - self.y * g.sum(self.axis, keepdims=True),)
+
+
+class LogSoftmax(Op):
+    """log(softmax(x)) along the axis, never taking the log of a number that became 0"""
+
+    def __init__(self, axis: int = -1):
+        self.axis = axis
+
+    def forward(self, x: Array) -> Array:
+        xp = array_module(x)
+        z = x - x.max(self.axis, keepdims=True)
+        self.y = z - xp.log(xp.exp(z).sum(self.axis, keepdims=True))
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        p = array_module(gy).exp(self.y)
+        return (gy - p * gy.sum(self.axis, keepdims=True),)
+
+
+class CrossEntropy(Op):
+    """-log softmax(x)[label] of every row;  x is (N, classes), the result is (N,)
+
+    The derivative is strikingly simple: the predicted probabilities, less 1 at the
+    label. Rows whose label is `ignore` count nothing, forward and backward.
+    """
+
+    def __init__(self, labels: Array, ignore: int = -100):
+        self.labels, self.ignore = labels, ignore
+
+    def forward(self, x: Array) -> Array:
+        xp = array_module(x)
+        check_range(self.labels, x.shape[1], "label", "classes", self.ignore)
+        self.kept = self.labels != self.ignore
+        self.at = xp.arange(len(x)), xp.where(self.kept, self.labels, 0)
+        z = x - x.max(axis=1, keepdims=True)
+        e = xp.exp(z)
+        total = e.sum(axis=1, keepdims=True)
+        self.p = e / total
+        return (xp.log(total[:, 0]) - z[self.at]) * self.kept
+
+    def backward(self, gy: Array) -> Grads:
+        g = gy * self.kept
+        gx = self.p * g[:, None]
+        gx[self.at] -= g
+        return (gx,)
+
+
+class BinaryCrossEntropy(Op):
+    """-t log s(x) - (1 - t) log(1 - s(x)), elementwise, with s the sigmoid
+
+    In the form max(x, 0) - t x + log(1 + exp(-|x|)), where exp never exceeds 1.
+    """
+
+    def forward(self, x: Array, t: Array) -> Array:
+        xp = array_module(x)
+        self.x, self.t = x, t
+        return xp.maximum(x, 0) - t * x + xp.log1p(xp.exp(-abs(x)))
+
+    def backward(self, gy: Array) -> Grads:
+        return gy * (Sigmoid().forward(self.x) - self.t), -gy * self.x
+
+
+class SquaredError(Op):
+    """(a - b)^2, elementwise"""
+
+    def forward(self, a: Array, b: Array) -> Array:
+        self.d = a - b
+        return self.d * self.d
+
+    def backward(self, gy: Array) -> Grads:
+        g = 2 * gy * self.d
+        return g, (-g if self.needs[1] else None)
+
+
+def check_range(
+    ids: Array, size: int, what: str, of: str, ignore: int | None = None
+) -> None:
+    """Raise UsageError unless 0 <= id < size for all ids except `ignore`.
+
+    On the host, because a GPU would not complain but read another row.
+    """
+    ids = to_host(ids)
+    if ids.dtype.kind not in "iu":
+        raise UsageError(f"{what} must be an integer, but the array is {ids.dtype}")
+    wrong = (ids < 0) | (ids >= size)
+    if ignore is not None:
+        wrong &= ids != ignore
+    if wrong.any():
+        at = array_module(ids).unravel_index(wrong.argmax(), ids.shape)
+        raise UsageError(
+            f"{what} {ids[at]} at position {', '.join(map(str, at))} is out of range: "
+            f"there are {size} {of}, so it must be from 0 to {size - 1}"
+        )
