@@ -1,15 +1,17 @@
-"""`minddp bench`: how long collectives take, measured as nccl-tests and the peers measure.
+"""`minddp bench`: how long collectives take, measured as nccl-tests and the peers
+measure.
 
     minddp bench all-reduce -n 2 --sizes 1KiB,1MiB,25MiB --json -
 
-Each repetition starts after a barrier and is timed by rank 0's clock, in place, float32, sum.
-The median is reported beside the minimum: on a machine with other work the minimum says what
-the code can do, the median what one gets.
+Each repetition starts after a barrier and is timed by rank 0's clock, in place,
+float32, sum. The median is reported beside the minimum: on a machine with other work
+the minimum says what the code can do, the median what one gets.
 
     algbw = bytes / time                  what the caller sees
     busbw = algbw * 2 (n-1) / n           what every link carries; comparable for any n
 
-In PyTorch: param_bench, and nccl-tests' all_reduce_perf (see its PERFORMANCE.md for busbw).
+In PyTorch: param_bench, and nccl-tests' all_reduce_perf (see its PERFORMANCE.md for
+busbw).
 
 Left out: other collectives, whole training steps, plots.
 """

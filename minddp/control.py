@@ -1,30 +1,23 @@
-"""The control plane: a star of links to rank 0, over which ranks live, fail and leave together.
+"""The control plane: a star of links to rank 0, over which ranks live, fail and leave.
 
-              rank 0                 Each rank runs one thread that owns its control links.
-            /   |   \\                Over them go only small frames (frame.py):
-         1      2      3
-                                     TABLE    0 -> r   where every rank can be dialed
-    BEAT     both ways, every 2 s: "I am alive, and the latest collective I entered is #17"
-    ABORT    r -> 0  an accusation: "rank 1 closed its connection during all_reduce #17"
-             0 -> r  the verdict, the same for all ranks
-    GOODBYE  r -> 0 -> all  "I closed my group after 17 collectives"
+           rank 0          Each rank runs one thread that owns its control links. Over
+          /   |   \\         them go only small frames (frame.py):
+         1    2    3
 
-Why a judge?  In a ring a failure looks like the neighbour's. If rank 1 of 4 stops, rank 2 waits
-for it in vain, rank 3 waits for rank 2, rank 0 for rank 3: each would blame another. So a rank
-that fails accuses before it closes anything, and all raise what rank 0 decides:
+    TABLE    0 -> all        where every rank can be dialed
+    BEAT     both ways       "I am alive, and in collective #17", every 2 seconds
+    ABORT    r -> 0          an accusation: "rank 1 closed its connection during #17"
+             0 -> all        the verdict (verdict.py), the same for all ranks
+    GOODBYE  r -> 0 -> all   "I closed my group after 17 collectives"
 
-    connection lost   the first accusation holds; a rank that names itself knows best
-    no progress       a rank whose heart has stopped beating; else one that has not entered
-                      the collective that the others wait in; else the one accused
-    mismatch          the odd one out: it disagrees with both its neighbours
-
-Rule 1.  Only the thread touches the links. Others leave it a note (`_notes`) and wake it.
+Rule 1.  Only the thread touches the links. Others leave it a note and wake it.
 Rule 2.  The first verdict is final. It sounds the alarm, which wakes whoever waits in a
          collective; from then on every call of the group raises it.
-Rule 3.  The heart beats from this thread: a long computation does not silence it, SIGSTOP does.
-         Silence alone accuses nobody (slow is not dead); it is evidence once a deadline passed.
+Rule 3.  The heart beats from this thread: a long computation does not silence it,
+         SIGSTOP does. Silence alone accuses nobody, since slow is not dead; it is
+         evidence, once somebody's deadline has passed.
 
-In PyTorch: `c10d::TCPStore`, the heartbeat monitor of ProcessGroupNCCL, and torchelastic's agent.
+In PyTorch: `c10d::TCPStore` and ProcessGroupNCCL's heartbeat monitor.
 
 Left out: a successor for rank 0; ranks that join later.
 """
@@ -33,38 +26,25 @@ import os
 import select
 import threading
 import time
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import asdict
 from typing import Any
 
-from minddp.errors import PeerError, PeerLost, PeerMismatch, PeerTimeout
+from minddp.errors import PeerError, PeerLost, PeerTimeout
 from minddp.frame import FrameError, FrameReader, Header, Kind, control_frame
 from minddp.net import Alarm, Deadline, Link
+from minddp.verdict import (
+    Accusation,
+    Pulse,
+    odd_one_out,
+    who_did_not_come,
+    who_is_missing,
+)
 
 BEAT_SECONDS = 2.0
 MISMATCH_SECONDS = 0.2  # how long the judge waits for the other side of a mismatch
 VERDICT_SECONDS = 1.0  # how long an accuser waits for rank 0
 READ_BYTES = 64 * 1024
-
-KINDS: dict[str, type[PeerError]] = {
-    "lost": PeerLost,
-    "timeout": PeerTimeout,
-    "mismatch": PeerMismatch,
-}
-
-
-@dataclass(frozen=True)
-class Accusation:
-    """`by` says that `culprit` has failed; a verdict has the same form."""
-
-    kind: str
-    by: int
-    culprit: int | None
-    text: str
-
-    @property
-    def confession(self) -> bool:
-        return self.by == self.culprit
 
 
 class Control:
@@ -118,8 +98,7 @@ class Control:
 
     def accuse(self, error: PeerError) -> PeerError:
         """Report a failure to rank 0, and get the error that this rank is to raise."""
-        kind = next(name for name, cls in KINDS.items() if isinstance(error, cls))
-        mine = Accusation(kind, self.rank, error.culprit, str(error))
+        mine = Accusation.of(error, by=self.rank)
         if not self.verdict:
             self._post("accuse", mine)
             self._judged.wait(0 if self._silent(0) else VERDICT_SECONDS)
@@ -152,7 +131,8 @@ class Control:
                 self._send(Kind.BEAT, root=self.rank, sequence=self.entered)
                 next_beat = now + self.beat_seconds
             if now >= self._judge_at:
-                self._judge_mismatch()
+                self._judge_at = float("inf")
+                self._decide(odd_one_out(self._mismatches))
         for peer in list(self._peers.values()):
             self._read(
                 peer
@@ -174,7 +154,7 @@ class Control:
             rank, link = content
             self._peers[rank] = _Peer(rank, link)
             if self.verdict:
-                self._send(Kind.ABORT, vars(self.verdict))
+                self._send(Kind.ABORT, asdict(self.verdict))
         elif note == "table":
             self.table = content
             self._table_came.set()
@@ -240,8 +220,9 @@ class Control:
 
     def why_gone(self, rank: int) -> str:
         return (
-            f"rank {rank} closed its group after {self.departed[rank]} collectives, but rank "
-            f"{self.rank} is in #{self.entered}. All ranks must make the same calls."
+            f"rank {rank} closed its group after {self.departed[rank]} collectives, "
+            f"but rank {self.rank} is in #{self.entered}. All ranks must make the same "
+            "calls."
         )
 
     def _gone(self, peer: "_Peer", why: str) -> None:
@@ -260,64 +241,23 @@ class Control:
         if self.verdict:
             return
         if self.rank != 0 and 0 in self._peers:
-            self._send(Kind.ABORT, vars(accusation))
-        elif self.rank != 0:
-            self._decide(accusation)  # the judge is gone: everyone saw that
-        elif accusation.kind == "mismatch":
+            self._send(Kind.ABORT, asdict(accusation))
+        elif self.rank == 0 and accusation.kind == "mismatch":
+            # The other side of it is on its way, and only both tell who is the odd one.
             self._mismatches.append(accusation)
-            sides = 2 if self.world_size > 2 else 1
-            if len(self._mismatches) == sides:
-                self._judge_mismatch()
-            else:
-                self._judge_at = time.monotonic() + MISMATCH_SECONDS
-        elif accusation.kind == "timeout":
+            self._judge_at = time.monotonic() + MISMATCH_SECONDS
+        elif self.rank == 0 and accusation.kind == "timeout":
             self._decide(self._judge_timeout(accusation))
         else:
             self._decide(accusation)
 
-    def _judge_mismatch(self) -> None:
-        """The odd one out is in both pairs that disagree."""
-        self._judge_at = float("inf")
-        if self._mismatches:
-            pairs = self._mismatches
-            votes = Counter(rank for a in pairs for rank in (a.culprit, a.by))
-            first, (odd, count) = pairs[0], votes.most_common(1)[0]
-            culprit, text = first.culprit, first.text
-            if self.world_size > 2 and count > 1:
-                culprit = odd
-                text += f" Rank {odd} is the odd one out: it disagrees with both neighbours."
-            self._decide(Accusation("mismatch", first.by, culprit, text))
-
     def _judge_timeout(self, accusation: Accusation) -> Accusation:
-        """Who is really missing when somebody waited in vain."""
-        by = accusation.by
         if self.table is None:
-            missing = [r for r in range(1, self.world_size) if r not in self._peers]
-            text = (
-                f"{accusation.text}; {self.world_size - len(missing)} of {self.world_size} "
-                f"ranks joined, missing: {missing}. Start them, or see why they cannot "
-                "reach rank 0."
-            )
-            return Accusation("timeout", by, missing[0] if missing else None, text)
-        silent = max(self._peers.values(), key=_Peer.silence, default=None)
-        if silent and self._silent(silent.rank):
-            text = (
-                f"rank {silent.rank} is not responding: no sign of life for "
-                f"{silent.silence():.1f} s. Stopped, swapped out, or its host is cut off? "
-                f"Noticed as {accusation.text}"
-            )
-            return Accusation("timeout", by, silent.rank, text)
-        entered = {0: self.entered}
-        entered |= {peer.rank: peer.entered for peer in self._peers.values()}
-        behind, front = min(entered, key=entered.__getitem__), max(entered.values())
-        if entered[behind] < front:
-            text = (
-                f"rank {behind} is alive but has not entered collective #{front}; its latest "
-                f"is #{entered[behind]}. Is it slower, or does it take another way through "
-                f"the program? Noticed as {accusation.text}"
-            )
-            return Accusation("timeout", by, behind, text)
-        return accusation
+            return who_did_not_come(accusation, self.world_size, [0, *self._peers])
+        pulses = {0: Pulse(0.0, self.entered)}
+        for peer in self._peers.values():
+            pulses[peer.rank] = Pulse(peer.silence(), peer.entered)
+        return who_is_missing(accusation, pulses, self.beat_seconds)
 
     def _decide(self, verdict: Accusation) -> None:
         """The first verdict is final: tell everyone, then wake this rank."""
@@ -325,19 +265,13 @@ class Control:
             return
         self.verdict = verdict
         if self.rank == 0:
-            self._send(Kind.ABORT, vars(verdict))
-        self._alarm.sound(self._as_error(verdict))
+            self._send(Kind.ABORT, asdict(verdict))
+        self._alarm.sound(verdict.as_error(self.rank))
         self._judged.set()
         self._table_came.set()
 
-    def _as_error(self, verdict: Accusation) -> PeerError:
-        text = verdict.text
-        if verdict.by != self.rank:
-            text = f"rank {self.rank} gives up, as rank {verdict.by} reported: {text}"
-        return KINDS[verdict.kind](text, verdict.culprit)
-
     def _choose(self, mine: Accusation, error: PeerError) -> PeerError:
-        """What to raise: the verdict, or my own account of the same loss, as it has details."""
+        """The verdict, or my own account of the same loss, which has the details."""
         verdict = self.verdict
         if verdict is None:
             if not self._silent(0):
@@ -348,7 +282,9 @@ class Control:
             return PeerTimeout(text + mine.text, 0)
         first_hand = (verdict.kind, verdict.culprit) == ("lost", mine.culprit)
         return (
-            error if first_hand and not verdict.confession else self._as_error(verdict)
+            error
+            if first_hand and not verdict.confession
+            else verdict.as_error(self.rank)
         )
 
     def _silent(self, rank: int) -> bool:

@@ -96,14 +96,14 @@ def _usable_cupy(spec: str) -> Any:
         cupy.cuda.runtime.getDeviceCount()
     except ImportError as exc:
         raise UsageError(
-            f"device {spec!r} needs CuPy, which is not installed. Install the one "
-            "that fits the driver, with pip install 'minddp[cuda12]' or 'minddp[cuda13]', "
-            "or use 'cpu'."
+            f"device {spec!r} needs CuPy, which is not installed. Install what fits "
+            "the driver, with pip install 'minddp[cuda12]' or 'minddp[cuda13]', or use "
+            "device 'cpu'."
         ) from exc
     except RuntimeError as exc:  # CUDARuntimeError: no driver, an old driver, no GPU
         raise UsageError(
             f"device {spec!r} is not usable: CuPy is installed, but CUDA says {exc}. "
-            "Look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use 'cpu'."
+            "Look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use device 'cpu'."
         ) from exc
     return cupy
 

@@ -237,7 +237,10 @@ def _port(given: _Given, env: Mapping[str, str]) -> int:
     port = given.whole(1, 65535, "a port that is free on rank 0's machine, 1 to 65535")
     # torchrun's agent keeps a store of its own on MASTER_PORT, for torch's ranks to dial.
     # We cannot bind that port, so all our ranks meet at its neighbor.
-    if given.name == "MASTER_PORT" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if (
+        given.name == "MASTER_PORT"
+        and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):
         return port + 1 if port < 65535 else port - 1
     return port
 

@@ -12,11 +12,12 @@ Two families, because they ask for two different reactions:
 Rule.  OSError and struct.error never reach a user: they are mapped to one of these and
 kept as the cause (`raise ... from exc`).
 
-State afterwards.  After a UsageError nothing has happened: no byte was sent, no array was
-written. After a PeerError the process group is dead for good; every later call on it raises
-the same cause at once.
+State afterwards.  After a UsageError nothing has happened: no byte was sent, no array
+was written. After a PeerError the process group is dead for good; every later call on
+it raises the same cause at once.
 
-In PyTorch: `DistBackendError`, `DistNetworkError`, `DistStoreError` (torch/csrc/Exceptions).
+In PyTorch: `DistBackendError`, `DistNetworkError`, `DistStoreError`
+(torch/csrc/Exceptions).
 """
 
 
@@ -27,8 +28,8 @@ class MindDPError(RuntimeError):
 class UsageError(MindDPError, ValueError, TypeError):
     """The call cannot work as written; nothing has been sent or changed.
 
-    It is a ValueError and a TypeError as well, so that code written for NumPy or PyTorch,
-    which raise one or the other in these places, catches it.
+    It is a ValueError and a TypeError as well, so that code written for NumPy or
+    PyTorch, which raise one or the other in these places, catches it.
     """
 
 
@@ -44,7 +45,8 @@ class PeerError(MindDPError):
 
 
 class PeerLost(PeerError):
-    """The culprit's connection closed or was reset: it crashed, was killed or left early."""
+    """The culprit's connection closed or was reset: it crashed, was killed or left
+    early."""
 
 
 class PeerTimeout(PeerError):

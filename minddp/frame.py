@@ -2,30 +2,35 @@
 
 Two kinds of conversation use one header:
 
-    ring link      header | payload payload payload ...      a collective, then the next one
-    control link   header | JSON    header | JSON   ...      join table, heartbeat, abort
+    ring link      header | payload payload payload ...    a collective, then the next
+    control link   header | JSON    header | JSON   ...    table, heartbeat, abort
 
 The header has 44 bytes, in network byte order:
 
-    offset  0      4       5    6  7       8     9 10   12     14 16       24    32     40
-            magic  version kind op reduce  dtype .  root bucket .  sequence count nbytes crc32
-            4s     B       B    B  B       B     x  H    h      2x Q        Q     Q      I
+     0  magic     4s   "mddp"                10  root      H   a rank
+     4  version   B    of this format        12  bucket    h   -1: none
+     5  kind      B    Kind                  16  sequence  Q   1, 2, 3, ...
+     6  op        B    position in OPS       24  count     Q   elements
+     7  reduce    B    ... in REDUCTIONS     32  nbytes    Q   of the payload
+     8  dtype     B    ... in DTYPES         40  crc32     I   of the 40 bytes before
 
-Rule 1.  On a ring link the header is a *fingerprint*: every field is the same on all ranks
-         that make the same call. So a rank compares 44 bytes with 44 bytes, and only if they
-         differ does it look inside to say why. If every rank agrees with its left
-         neighbour, all agree.
-Rule 2.  Nothing is allocated from a number that a peer sent. On a ring link the receiver
-         knows how many bytes must come; on a control link bytes are kept as they arrive, and
-         a frame that announces more than CONTROL_LIMIT is refused.
-Rule 3.  Payloads are little-endian arrays or JSON. Nothing that is received is ever executed.
+Rule 1.  On a ring link the header is a *fingerprint*: every field is the same on all
+         ranks that make the same call. So a rank compares 44 bytes with 44 bytes, and
+         only if they differ does it look inside to say why. If every rank agrees with
+         its left neighbour, all agree.
+Rule 2.  Nothing is allocated from a number that a peer sent. On a ring link the
+         receiver knows how many bytes must come; on a control link bytes are kept as
+         they arrive, and a frame that announces more than CONTROL_LIMIT is refused.
+Rule 3.  Payloads are little-endian arrays or JSON. Nothing that is received is ever
+executed.
 
 Worked example.  `all_reduce` number 17 of 1,024 float32, summed, for bucket 3:
 
     Header(Kind.DATA, 17, "all_reduce", "sum", "float32", root=0, bucket=3, count=1024)
     -> b"mddp" 01 01 01 02 03 00 0000 0003 0000 0000000000000011 0000000000000400 ...
 
-In PyTorch: `c10d::CollectiveFingerPrint` (ProcessGroupWrapper.cpp), and only in debug mode.
+In PyTorch: `c10d::CollectiveFingerPrint` (ProcessGroupWrapper.cpp), and only in debug
+mode.
 
 Left out: payload checksums (TCP has one; a stronger one costs a pass over memory), and
 compression, which belongs to communication hooks.
@@ -131,7 +136,8 @@ class Header:
         return Header(kind, sequence, *names, root, bucket, count, nbytes)
 
     def __str__(self) -> str:
-        """How errors name the call: 'all_reduce #17 of 1,024 float32 (sum, bucket 3)'."""
+        """How errors name the call: 'all_reduce #17 of 1,024 float32 (sum, bucket
+        3)'."""
         what = f"{self.op} #{self.sequence}"
         if self.op == "barrier":
             return what

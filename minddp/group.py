@@ -1,21 +1,23 @@
 """ProcessGroup: collectives in one order, on one rank of a job.
 
-    pg = minddp.init_process_group()      # who am I, where are the others: environment.py
+    pg = minddp.init_process_group()      # who am I, where are the others?
     pg.all_reduce(gradient, op="avg")     # in place; returns when the result is there
-    pg.close()                            # or: with minddp.init_process_group() as pg: ...
+    pg.close()                            # or: with minddp.init_process_group() as pg:
 
 What happens to an array on its way:
 
-    caller's array --flat()--> contiguous 1-D view or copy --ring--> sum --> caller's array
-                                        |
-                     Header: #17, all_reduce, sum, float32, count   (the call's fingerprint)
+    caller's array  --native_flat-->  1-D view or copy  --ring-->  caller's array
+                                             |
+               Header: #17, all_reduce, sum, float32, count     (the call's fingerprint)
 
-Rule 1.  All ranks make the same calls in the same order. A call is numbered, and its number
-         travels in the fingerprint, so a rank that skips or repeats one is found out.
+Rule 1.  All ranks make the same calls in the same order. A call is numbered, and its
+         number travels in the fingerprint, so a rank that skips or repeats one is found
+         out.
 Rule 2.  A UsageError is raised before anything is sent or written. A PeerError ends the
          group on all ranks: later calls raise the same cause at once.
-Rule 3.  The result lands in the caller's array, whatever its strides. Reducing a contiguous
-         copy and forgetting to copy back is a bug that no error message would show.
+Rule 3.  The result lands in the caller's array, whatever its strides. Reducing a
+         contiguous copy and forgetting to copy back is a bug that no error message
+         would show.
 
 What can be reduced:
 
@@ -26,8 +28,8 @@ What can be reduced:
 
 In PyTorch: `c10d::ProcessGroup`; `torch.distributed.all_reduce` and its relatives.
 
-Left out: asynchronous calls, sub-groups and point-to-point messages; GPU arrays, which have
-to be copied to the host first.
+Left out: asynchronous calls, sub-groups and point-to-point messages; GPU arrays, which
+have to be copied to the host first.
 """
 
 import atexit
@@ -43,7 +45,7 @@ from minddp import ring
 from minddp.environment import Job, from_environment
 from minddp.errors import PeerError, PeerLost, PeerMismatch, UsageError
 from minddp.frame import DTYPES, HEADER_BYTES, REDUCTIONS, Header, Kind
-from minddp.net import Deadline
+from minddp.net import Deadline, RingLinks
 from minddp.rendezvous import Rendezvous
 
 Array = np.ndarray[Any, Any]
@@ -63,14 +65,14 @@ def init_process_group(
 ) -> "ProcessGroup":
     """The group of all ranks of this job, once all of them have come.
 
-    What is not given is taken from the environment that the launcher made (`minddp run`,
-    torchrun, mpiexec, srun); with neither, the world has one rank.
+    What is not given is taken from the environment that the launcher made (`minddp
+    run`, torchrun, mpiexec, srun); with neither, the world has one rank.
 
     timeout: seconds that a collective may go without a byte moving.
     rendezvous_timeout: seconds to wait for all ranks to come.
 
-    Raises: UsageError (a setting is wrong, the port is taken), PeerTimeout (names the ranks
-    that did not come).
+    Raises: UsageError (a setting is wrong, the port is taken), PeerTimeout (names the
+    ranks that did not come).
     """
     job = from_environment(
         rank=rank,
@@ -93,16 +95,14 @@ class ProcessGroup:
         ):
             if not seconds > 0:
                 raise UsageError(f"{name} must be a positive number, not {seconds}")
-        self.rank, self.world_size, self.local_rank = (
-            *(job.rank, job.world_size),
-            job.local_rank,
-        )
+        self.rank, self.world_size = job.rank, job.world_size
+        self.local_rank = job.local_rank
         self.timeout = timeout
         self._sequence = self._messages = 0
         self._failure: PeerError | None = None
         self._closed = False
         self._lock = threading.Lock()
-        self._links = None
+        self._links: RingLinks | None = None
         if self.world_size > 1:
             self._meet(job, Deadline(rendezvous_timeout))
         _open_groups.append(self)
@@ -119,7 +119,8 @@ class ProcessGroup:
     # ---- Collectives ----
 
     def all_reduce(self, array: Array, op: str = "sum", *, bucket: int = -1) -> None:
-        """`array` becomes the reduction of all ranks' arrays, the same bits on all ranks.
+        """`array` becomes the reduction of all ranks' arrays, the same bits on all
+        ranks.
 
         array: any shape and strides, writable. op: sum, avg, min, max or prod.
         bucket: shown in errors.
@@ -131,8 +132,9 @@ class ProcessGroup:
     def reduce_scatter(self, array: Array, op: str = "sum") -> Array:
         """Chunk `rank` of the reduction, as a 1-D array.
 
-        The chunks are n near-equal parts of the flattened array (`ring.chunk`). In `array`
-        itself this rank's chunk is then complete too; the others hold partial sums.
+        The chunks are n near-equal parts of the flattened array (`ring.chunk`). In
+        `array` itself this rank's chunk is then complete too; the others hold partial
+        sums.
 
         Raises: as all_reduce.
         """
@@ -142,9 +144,11 @@ class ProcessGroup:
     def all_gather(self, array: Array) -> None:
         """Every rank gives its chunk of the flattened `array` and gets all the others.
 
-        Undoes `reduce_scatter`. To gather whole arrays, give the table a row for each rank:
+        Undoes `reduce_scatter`. To gather whole arrays, give the table a row for each
+        rank:
 
-            table = np.empty((pg.world_size, 3)); table[pg.rank] = mine; pg.all_gather(table)
+            table = np.empty((pg.world_size, 3)); table[pg.rank] = mine;
+            pg.all_gather(table)
 
         Raises: as all_reduce.
         """
@@ -165,9 +169,10 @@ class ProcessGroup:
     def stats(self) -> dict[str, int]:
         """What this rank has sent and received since the group was made.
 
-        collectives; messages (ring steps in which it sent); bytes_sent and bytes_received on
-        ring links, of which header_bytes each way are fingerprints; control_bytes_sent, the
-        heartbeats and other small talk with rank 0. TCP's own headers are not counted.
+        collectives; messages (ring steps in which it sent); bytes_sent and
+        bytes_received on ring links, of which header_bytes each way are fingerprints;
+        control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
+        headers are not counted.
         """
         links = self._links
         return {
@@ -230,8 +235,8 @@ class ProcessGroup:
     def _fail(self, error: BaseException, where: str) -> NoReturn:
         """End the group on all ranks and raise what all of them agree on.
 
-        An error of this rank's own (Ctrl-C, no memory) leaves half a collective on the wire.
-        It is raised as it is, and the others are told that it was this rank.
+        An error of this rank's own (Ctrl-C, no memory) leaves half a collective on the
+        wire. It is raised as it is, and the others are told that it was this rank.
         """
         peer_error = (
             error
@@ -244,7 +249,8 @@ class ProcessGroup:
         raise self._failure if isinstance(error, PeerError) else error
 
     def abort(self, error: BaseException) -> None:
-        """Leave because of `error`: the other ranks raise PeerLost, naming this rank."""
+        """Leave because of `error`: the other ranks raise PeerLost, naming this
+        rank."""
         if self._links and not self._failure and not self._closed:
             said = f"{type(error).__name__}: {error}"
             text = f"rank {self.rank} ended with {said}. Read its log first."
@@ -254,18 +260,21 @@ class ProcessGroup:
     def close(self) -> None:
         """Leave in good order. Collectives that a rank has completed, all can complete.
 
-        Does not wait for the others. Closing twice is fine; leaving a `with` block closes.
+        Does not wait for the others. Closing twice is fine; leaving a `with` block
+        closes.
 
         Raises: PeerMismatch if another rank left after more collectives than this one.
         """
-        control = self._control if self._links else None
-        departed = dict(control.departed) if control and not self._closed else {}
+        if self._closed:
+            return
         self._close()
+        departed = self._control.departed if self._links else {}
         for rank, last in departed.items():
             if last > self._sequence and not self._failure:
                 raise PeerMismatch(
-                    f"rank {self.rank} closes its group after {self._sequence} collectives, "
-                    f"but rank {rank} made {last}. All ranks must make the same calls.",
+                    f"rank {self.rank} closes its group after {self._sequence} "
+                    f"collectives, but rank {rank} made {last}. All ranks must make "
+                    "the same calls.",
                     rank,
                 )
 
@@ -297,7 +306,8 @@ class ProcessGroup:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Scripts that never close the group leave in order too, and say so if they crash."""
+    """Scripts that never close the group leave in order too, and say so if they
+    crash."""
     error = getattr(sys, "last_value", None)  # the exception that ended the program
     for group in list(_open_groups):
         if error is None:
@@ -340,5 +350,6 @@ def native_flat(array: Array) -> Array:
 
 
 def messages(call: Header, r: int, n: int) -> int:
-    """The ring steps in which rank r sends: one for each chunk its right neighbour gets."""
+    """The ring steps in which rank r sends: one for each chunk its right neighbour
+    gets."""
     return len(ring.arrivals(call, (r + 1) % n, n))

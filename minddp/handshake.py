@@ -3,23 +3,25 @@
 A handshake is written as two generators, which read like a conversation and know no
 sockets. Each `yield` means "send these bytes, then bring me that many":
 
-    dialing side (introduce)                       listening side (answer)
+    dialing side (introduce)                      listening side (answer)
 
-      HELLO  role, rank, world size, job, nonce --->
-                                                <--- CHALLENGE  version, nonce
-      PROOF  HMAC("dialer",  all of the above)  --->
-                                                <--- VERDICT  welcome, HMAC("listener", ...)
-                                                     or refused, and why
+      HELLO  role, rank, world size, job, nonce  --->
+                                                 <---  CHALLENGE  version, nonce
+      PROOF  HMAC("dialer", all of the above)    --->
+                                                 <---  VERDICT  HMAC("listener", all),
+                                                       welcome, or refused and why
 
-Rule 1.  Until the dialer has proved the token it learns nothing: a stranger gets a nonce and
-         a closed connection. After that, a refusal comes with its reason in words.
-Rule 2.  Every message has a fixed size, all together under 256 bytes a side. Whoever sends
-         something else is dropped at the first four bytes.
+Rule 1.  Until the dialer has proved the token it learns nothing: a stranger gets a
+         nonce and a closed connection. After that, a refusal comes with its reason in
+         words.
+Rule 2.  Every message has a fixed size, all together under 256 bytes a side. Whoever
+         sends something else is dropped at the first four bytes.
 
-The HMAC-SHA256 (RFC 2104) covers the side, so that a proof cannot be reflected; role and
-rank, so that it cannot be used for another seat; both nonces, so that it cannot be replayed.
-Without a token the key is empty: the same conversation still keeps other jobs, other versions
-and stray HTTP clients out, but anybody on the machine could join. Hence loopback only.
+The HMAC-SHA256 (RFC 2104) covers the side, so that a proof cannot be reflected; role
+and rank, so that it cannot be used for another seat; both nonces, so that it cannot be
+replayed. Without a token the key is empty: the same conversation still keeps other
+jobs, other versions and stray HTTP clients out, but anybody on the machine could join.
+Hence loopback only.
 
 In PyTorch: nothing; its security policy asks for a trusted network.
 
@@ -57,7 +59,8 @@ class Stranger(HandshakeError):
 
 @dataclass(frozen=True)
 class Hello:
-    """Who is calling: the seat a connection asks for, and where its rank can be dialed."""
+    """Who is calling: the seat a connection asks for, and where its rank can be
+    dialed."""
 
     role: int
     rank: int
@@ -99,8 +102,8 @@ def introduce(me: Hello, token: bytes) -> Script:
 def answer(me: Hello, token: bytes, objection: Callable[[Hello], str | None]) -> Script:
     """The listening side. Returns the caller's Hello once it is proved and welcome.
 
-    `objection(hello)` may give a reason to refuse (None: welcome); it is asked only after
-    the caller has proved the token.
+    `objection(hello)` may give a reason to refuse (None: welcome); it is asked only
+    after the caller has proved the token.
 
     Raises: Stranger, or HandshakeError after a refusal.
     """

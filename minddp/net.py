@@ -1,9 +1,10 @@
-"""TCP links between ranks: listen, dial, prove, move bytes. (Neural layers are in nn.py.)
+"""TCP links between ranks: listen, dial, prove, move bytes. (Neural layers are in
+nn.py.)
 
 The only module that imports `socket`. From the ground up:
 
-    Deadline    how long a public call may still take; handed down to all that may block
-    Alarm       wakes a rank that waits on its links, to tell it that the group has failed
+    Deadline    how long a public call may still take; handed down to all that block
+    Alarm       wakes a rank that waits on its links, because the group has failed
     Listener    a bound port          listen(host, port), adopt(fd)
     Link        one authenticated connection to one rank: send_some, recv_some
     Lobby       where connections become links: many handshakes at once
@@ -13,20 +14,21 @@ The only module that imports `socket`. From the ground up:
     rank 0  ----------------  Lobby  <---------+-- rank 1: handshake -> Link
                                                '-- rank 2: handshake -> Link
 
-Rule 1.  Every socket is non-blocking, and every wait is a `poll` that ends at a deadline.
-         A blocking call could outlive the deadline, and a timeout on each system call would
-         not bound a transfer of many.
+Rule 1.  Every socket is non-blocking, and every wait is a `poll` that ends at a
+         deadline. A blocking call could outlive the deadline, and a timeout on each
+         system call would not bound a transfer of many.
 Rule 2.  Only what is asked for is bound: never a wildcard address unless told to.
-Rule 3.  A connection becomes a Link only by a handshake (handshake.py). While it is none it
-         may cost us 5 seconds and 256 bytes, and never the time of anybody else.
+Rule 3.  A connection becomes a Link only by a handshake (handshake.py). While it is
+         none it may cost us 5 seconds and 256 bytes, and never the time of anybody
+         else.
 
-Invariant.  OSError does not leave this module: it becomes PeerLost, PeerTimeout or UsageError,
-with the OSError as its cause.
+Invariant.  OSError does not leave this module: it becomes PeerLost, PeerTimeout or
+UsageError, with the OSError as its cause.
 
 In PyTorch: gloo/transport/tcp (listener.cc, pair.cc); its `pair` is our Link.
 
-Left out: TLS; reconnecting (a collective half done on one link cannot be resumed on another);
-Windows, where a pipe cannot be polled together with sockets.
+Left out: TLS; reconnecting (a collective half done on one link cannot be resumed on
+another); Windows, where a pipe cannot be polled together with sockets.
 """
 
 import errno
@@ -58,7 +60,8 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Deadline:
-    """The moment at which a public call gives up. Made once a call, then handed down."""
+    """The moment at which a public call gives up. Made once a call, then handed
+    down."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -74,9 +77,11 @@ class Deadline:
 
 
 class Alarm:
-    """Says that the group has failed: `error` is set once, and `fileno` becomes readable.
+    """Says that the group has failed: `error` is set once, and `fileno` becomes
+    readable.
 
-    A pipe, because the rank to be woken waits in `poll`, and poll watches descriptors only.
+    A pipe, because the rank to be woken waits in `poll`, and poll watches descriptors
+    only.
     """
 
     def __init__(self) -> None:
@@ -103,8 +108,8 @@ class Alarm:
 def resolve(host: str, port: int, deadline: Deadline) -> list[tuple[int, Address]]:
     """The (family, address) pairs of a host, in the order in which to try them.
 
-    getaddrinfo cannot be interrupted, so a name is looked up in a thread that we can leave
-    behind; an address in digits needs no lookup at all.
+    getaddrinfo cannot be interrupted, so a name is looked up in a thread that we can
+    leave behind; an address in digits needs no lookup at all.
 
     Raises: UsageError if the name is unknown, PeerTimeout if nobody answers in time.
     """
@@ -128,8 +133,8 @@ def resolve(host: str, port: int, deadline: Deadline) -> list[tuple[int, Address
         raise PeerTimeout(f"looking up the host {host!r} took {deadline.seconds:g} s")
     if isinstance(found[0], OSError):
         raise UsageError(
-            f"the host {host!r} is unknown: {found[0].strerror}. Set MASTER_ADDR to the "
-            "address of rank 0's machine, for example 10.0.0.1."
+            f"the host {host!r} is unknown: {found[0].strerror}. Set MASTER_ADDR to "
+            "the address of rank 0's machine, for example 10.0.0.1."
         ) from found[0]
     return [(family, address) for family, _, _, _, address in found]
 
@@ -225,21 +230,22 @@ def listen_in_range(host: str, ports: str | None) -> Listener:
 
 
 def adopt(fd: int) -> Listener:
-    """The listener that the launcher bound for us: no other program can take its port."""
+    """The listener that the launcher bound for us: no other program can take its
+    port."""
     return Listener(socket.socket(fileno=fd))
 
 
 def _why_not_bound(exc: OSError, where: str) -> str:
     if exc.errno == errno.EADDRINUSE:
         return (
-            f"cannot listen on {where}: the port is in use. Another job on this machine "
-            "probably has it: end that job, or choose another port with MASTER_PORT "
-            "(minddp run --master-port)."
+            f"cannot listen on {where}: the port is in use. Another job on this "
+            "machine probably has it: end that job, or choose another port with "
+            "MASTER_PORT (minddp run --master-port)."
         )
     if exc.errno == errno.EADDRNOTAVAIL:
         return (
-            f"cannot listen on {where}: this machine does not have that address. Rank 0 "
-            "must run on the machine that MASTER_ADDR names."
+            f"cannot listen on {where}: this machine does not have that address. Rank "
+            "0 must run on the machine that MASTER_ADDR names."
         )
     return f"cannot listen on {where}: {exc.strerror}"
 
@@ -261,7 +267,8 @@ class Link:
         return self._sock.fileno()
 
     def send_some(self, buffers: Iterable[Bytes]) -> int:
-        """How many bytes, from the front of these buffers, the kernel took: 0 if full."""
+        """How many bytes, from the front of these buffers, the kernel took: 0 if
+        full."""
         try:
             return self._sock.sendmsg(itertools.islice(buffers, BUFFERS_A_SEND))
         except BlockingIOError:
@@ -270,7 +277,8 @@ class Link:
             raise self._lost(exc) from exc
 
     def recv_some(self, buffer: bytearray | memoryview) -> int:
-        """How many bytes came into the front of this buffer: 0 if none are there yet."""
+        """How many bytes came into the front of this buffer: 0 if none are there
+        yet."""
         try:
             received = self._sock.recv_into(buffer)
         except BlockingIOError:
@@ -290,7 +298,8 @@ class Link:
 
 
 class RingLinks:
-    """The links to both neighbours: what ring.py needs of a network, and all it knows of it.
+    """The links to both neighbours: what ring.py needs of a network, and all it knows
+    of it.
 
     `testing.MemoryLinks` has the same five members over queues in memory.
     """
@@ -344,8 +353,8 @@ class RingLinks:
 def _tune(sock: socket.socket, timeout: float) -> None:
     """Send at once, and notice within a minute that the other host has gone.
 
-    The kernel's own defaults are two hours of silence before the first keep-alive, and about
-    15 minutes of retransmission.
+    The kernel's own defaults are two hours of silence before the first keep-alive, and
+    about 15 minutes of retransmission.
     """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -415,10 +424,11 @@ class Conversation:
 
 
 class Lobby:
-    """Where connections become links: answers all who knock and dials whom we call, at once.
+    """Where connections become links: answers all who knock and dials whom we call, at
+    once.
 
-    One poll loop drives every handshake, so that a silent stranger delays nobody, and so
-    that ranks which all dial their right neighbour can also answer their left one.
+    One poll loop drives every handshake, so that a silent stranger delays nobody, and
+    so that ranks which all dial their right neighbour can also answer their left one.
     """
 
     def __init__(self, listener: Listener, script: Callable[[], Script], alarm: Alarm):
@@ -440,8 +450,8 @@ class Lobby:
     def links(self, deadline: Deadline) -> Iterator[tuple[Hello | None, Link]]:
         """Yields each link as its handshake ends, with who knocked (None: we called).
 
-        Ends at the deadline. Raises: PeerLost if a call of ours fails, the alarm's error if
-        the group fails.
+        Ends at the deadline. Raises: PeerLost if a call of ours fails, the alarm's
+        error if the group fails.
         """
         while self._wait(deadline):
             self._let_in()
@@ -473,7 +483,8 @@ class Lobby:
         self._listener.close()
 
     def _wait(self, deadline: Deadline) -> bool:
-        """Sleep until something happens or a visitor's time is up; False at the deadline."""
+        """Sleep until something happens or a visitor's time is up; False at the
+        deadline."""
         poll = select.poll()
         poll.register(self._alarm, select.POLLIN)
         poll.register(self._listener, select.POLLIN)
@@ -507,11 +518,11 @@ def dial(
 ) -> Link:
     """A link to rank 0, which may not be there yet: tries until the deadline.
 
-    `script(local_host)` makes the handshake, once it is known from which of our addresses
-    rank 0 is reached.
+    `script(local_host)` makes the handshake, once it is known from which of our
+    addresses rank 0 is reached.
 
-    Raises: PeerTimeout if nobody listens before the deadline; UsageError if somebody does
-    but the handshake fails.
+    Raises: PeerTimeout if nobody listens before the deadline; UsageError if somebody
+    does but the handshake fails.
     """
     last: OSError | None = None
     addresses = resolve(host, port, deadline)

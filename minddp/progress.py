@@ -13,14 +13,14 @@ Left out: bars for several ranks at once. Replicas keep step, so one bar tells a
 import os
 import sys
 from collections.abc import Iterable
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 COLUMNS = 70  # through a pipe tqdm cannot see the width; 80 less the tag "[rank 0] "
 
 
-def progress(iterable: Iterable[T], desc: str = "", show: bool = True) -> Iterable[T]:
+def progress(
+    iterable: Iterable[Any], desc: str = "", show: bool = True
+) -> Iterable[Any]:
     """The same items; while they are taken, a bar on stderr if somebody watches it."""
     piped = not sys.stderr.isatty()
     if not show or (piped and not os.environ.get("MINDDP_PROGRESS")):
@@ -30,5 +30,5 @@ def progress(iterable: Iterable[T], desc: str = "", show: bool = True) -> Iterab
     except ImportError:  # it comes with the extra: pip install 'minddp[viz]'
         return iterable
     ncols = COLUMNS if piped else None
-    bar: Iterable[T] = tqdm(iterable, desc=desc, file=sys.stderr, ncols=ncols)
+    bar: Iterable[Any] = tqdm(iterable, desc=desc, file=sys.stderr, ncols=ncols)
     return bar

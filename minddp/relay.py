@@ -44,7 +44,9 @@ LINE_LIMIT = 1 << 20  # bytes; a longer line is cut, for the launcher has to kee
 OUT, ERR = 1, 2  # descriptors of the launcher
 Piece = tuple[int, bytes]  # where to, and what
 
-NOTHING_LEFT = b"\r\x1b[K"  # to column 1, and erase to the end of the line (ECMA-48, EL)
+NOTHING_LEFT = (
+    b"\r\x1b[K"  # to column 1, and erase to the end of the line (ECMA-48, EL)
+)
 
 
 def tagged(rank: int, lines: Sequence[bytes]) -> bytes:

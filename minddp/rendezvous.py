@@ -1,7 +1,7 @@
 """Rendezvous: n processes that know only rank 0's address become a star and a ring.
 
-    1. join    rank 0 listens at MASTER_ADDR:MASTER_PORT. Every other rank opens a port of its
-               own, dials rank 0, and says in its handshake where it can be dialed.
+    1. join    rank 0 listens at MASTER_ADDR:MASTER_PORT. Every other rank opens a port
+               of its own, dials rank 0, and says in its handshake where that port is.
     2. table   when all have come, rank 0 sends everyone the table of all addresses.
     3. ring    every rank dials its right neighbour and answers its left one.
 
@@ -9,12 +9,14 @@
         2 ----> 0             2 <--- 0 : table   0          2      links of the ring
         3 ---'                3 <--'              '--- 3 <-'
 
-Rule 1.  There is one table, rank 0's. Ranks may spell MASTER_ADDR as they like (localhost,
-         127.0.0.1, a host name); what they dial afterwards comes from the table.
-Rule 2.  A rank advertises the local address of the connection by which it reached rank 0: it
-         is on a network that the others are on, which `gethostname` does not promise.
-Rule 3.  Without a token only loopback addresses are used. Whoever reaches the port could
-         otherwise take a seat, and with it the training.
+Rule 1.  There is one table, rank 0's. Ranks may spell MASTER_ADDR as they like
+         (localhost, 127.0.0.1, a host name); what they dial afterwards comes from the
+         table.
+Rule 2.  A rank advertises the local address of the connection by which it reached rank
+         0: it is on a network that the others are on, which `gethostname` does not
+         promise.
+Rule 3.  Without a token only loopback addresses are used. Whoever reaches the port
+         could otherwise take a seat, and with it the training.
 
 Cost.  2 (n-1) messages at rank 0 and two handshakes a rank: O(n).
 
@@ -64,8 +66,9 @@ class Rendezvous:
     def meet(self) -> RingLinks:
         """Join, learn the table, build the ring.
 
-        Raises: UsageError (a wrong address, port or token), PeerTimeout (ranks are missing),
-        PeerLost (a rank came and went). Everybody who has joined raises the same.
+        Raises: UsageError (a wrong address, port or token), PeerTimeout (ranks are
+        missing), PeerLost (a rank came and went). Everybody who has joined raises the
+        same.
         """
         lobby: Lobby | None = None
         try:
@@ -87,7 +90,8 @@ class Rendezvous:
     # ---- 1. Join ----
 
     def _gather(self) -> Listener:
-        """Rank 0: wait for everyone, then publish the table. Returns its own ring port."""
+        """Rank 0: wait for everyone, then publish the table. Returns its own ring
+        port."""
         job = self.job
         if job.listen_fd is None:
             require_token(job.master_addr, job.master_port, job.token, self.deadline)
@@ -148,16 +152,16 @@ class Rendezvous:
             link = dial(job.master_addr, job.master_port, script, self.deadline)
         except PeerTimeout as late:
             raise PeerTimeout(
-                f"rank {job.rank} could not reach rank 0 in {self.deadline.seconds:g} s: "
-                f"{late}. Is rank 0 running, are MASTER_ADDR and MASTER_PORT right, does a "
-                "firewall stand between?",
+                f"rank {job.rank} could not reach rank 0 in "
+                f"{self.deadline.seconds:g} s: {late}. Is rank 0 running, are "
+                "MASTER_ADDR and MASTER_PORT right, does a firewall stand between?",
                 0,
             ) from late.__cause__
         except UsageError as refused:
             raise UsageError(
-                f"rank {job.rank} was not let in by rank 0: {refused}. All ranks need the "
-                "same MINDDP_TOKEN, MINDDP_JOB_ID and WORLD_SIZE; or another program has "
-                "this port."
+                f"rank {job.rank} was not let in by rank 0: {refused}. All ranks need "
+                "the same MINDDP_TOKEN, MINDDP_JOB_ID and WORLD_SIZE; or another "
+                "program has this port."
             ) from refused.__cause__
         self.control.add(0, link)
         assert own_port, "dial has called script"
@@ -214,7 +218,8 @@ def require_token(host: str, port: int, token: bytes, deadline: Deadline) -> Non
     ):
         return
     raise UsageError(
-        f"MASTER_ADDR={host} can be reached from other machines, so the job needs a token: "
-        "anybody who reaches the port could join. Make one and set it on every machine:\n"
-        "  export MINDDP_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')"
+        f"MASTER_ADDR={host} can be reached from other machines, and anybody who "
+        "reaches the port could join. So the job needs a token. Make one and set it on every "
+        "machine:\n  export MINDDP_TOKEN=$(python3 -c "
+        "'import secrets; print(secrets.token_hex(32))')"
     )

@@ -27,21 +27,23 @@ Phase 2, all-gather.  The same walk with finished chunks: chunk k sets out from 
 
     step s:   rank r sends chunk (r-s) % n,  receives and keeps chunk (r-1-s) % n
 
-Both phases are written twice below. `*_stepwise` reads like the picture: n-1 exchanges, each
-of a whole chunk. The others are what runs. They rest on one observation: what a rank sends
-in a step is exactly what it received and finished in the step before. So nobody needs to wait
-for a whole chunk. Each rank forwards every *segment* as soon as it is finished, and the whole
-all-reduce becomes one stream in which sending trails receiving by one chunk:
+Both phases are written twice below. `*_stepwise` reads like the picture: n-1 exchanges,
+each of a whole chunk. The others are what runs. They rest on one observation: what a
+rank sends in a step is exactly what it received and finished in the step before. So
+nobody needs to wait for a whole chunk. Each rank forwards every *segment* as soon as it
+is finished, and the whole all-reduce becomes one stream in which sending trails
+receiving by one chunk:
 
-    receive   | chunk r-2 |  r-3  | ... |   r   |  r-1  | ...
-    send      | chunk r-1 |  r-2  |  ...   |   r   | ...        (each time the same segments,
-                                                                 one chunk later)
+    receive   | chunk r-2 | chunk r-3 |    ...    |  chunk r  | chunk r-1 | ...
+    send      | chunk r-1 | chunk r-2 | chunk r-3 |    ...    |  chunk r  | ...
+
 Invariants.
-  Bytes.  Each rank sends 2 (n-1)/n * B bytes in 2 (n-1) steps. No algorithm can do with less
-  [Patarasuk & Yuan 2009, theorem 1]; the price is latency, which grows with n.
-  Bits.   Each chunk is summed along one path and then copied, so all ranks end with the same
-  bits. For n = 2 these are the bits of x0 + x1; for n > 2 chunk k is added in the order
-  k+1, k+2, ..., k, so another n or another chunk boundary may flip last bits.
+
+  Bytes.  Each rank sends 2 (n-1)/n * B bytes in 2 (n-1) steps. No algorithm can do with
+          less [Patarasuk & Yuan 2009]; the price is latency, which grows with n.
+  Bits.   Each chunk is summed along one path and then copied, so all ranks end with the
+          same bits. For n = 2 these are the bits of x0 + x1. For n > 2 chunk k is added
+          in the order k+1, k+2, ..., k, so another n may give other last bits.
   No deadlock.  A rank never waits to send before it looks for what has come (`pump`).
 
 In PyTorch: gloo's allreduce_ring_chunked.cc; NCCL's `runRing` in all_reduce.h.
@@ -102,9 +104,11 @@ class Links(Protocol):
 
 
 def chunk(length: int, n: int, k: int) -> slice:
-    """Chunk k of n of an array of `length` elements; the first length % n have one more.
+    """Chunk k of n of an array of `length` elements; the first length % n have one
+    more.
 
-    chunk(10, 4, k) for k = 0 .. 3 is 0:3, 3:6, 6:8, 8:10. Any integer k is taken modulo n.
+    chunk(10, 4, k) for k = 0 .. 3 is 0:3, 3:6, 6:8, 8:10. Any integer k is taken modulo
+    n.
     """
     size, longer = divmod(length, n)
     k %= n
@@ -121,7 +125,7 @@ def segments(part: slice, itemsize: int) -> Iterator[slice]:
 
 def as_bytes(x: Array) -> memoryview:
     """The memory of a contiguous array."""
-    return memoryview(x.view(np.uint8)) if x.size else memoryview(b"")
+    return x.view(np.uint8).data if x.size else memoryview(b"")
 
 
 # ---- Moving bytes: both directions at once ----
@@ -132,12 +136,13 @@ def pump(
 ) -> None:
     """Send what is `ready` and fill what `script` asks for, until both have ended.
 
-    The script appends to `ready` what may go on to the right. Sending and receiving take
-    turns without ever blocking. Were all ranks to send first and receive afterwards, each
-    would block as soon as its message exceeded the kernel's buffers, for ever.
+    The script appends to `ready` what may go on to the right. Sending and receiving
+    take turns without ever blocking. Were all ranks to send first and receive
+    afterwards, each would block as soon as its message exceeded the kernel's buffers,
+    for ever.
 
-    Raises: PeerLost, PeerTimeout, or the error of the group. The ring is then out of step
-    and of no more use; arrays that were being received are undefined.
+    Raises: PeerLost, PeerTimeout, or the error of the group. The ring is then out of
+    step and of no more use; arrays that were being received are undefined.
     """
     wanted = memoryview(next(script, b""))
     received = 0
@@ -185,7 +190,8 @@ def run(
 ) -> None:
     """A whole collective: fingerprints first, so that no byte of another call is used.
 
-    Raises: PeerMismatch if the left neighbour is in another call, before any array changed.
+    Raises: PeerMismatch if the left neighbour is in another call, before any array
+    changed.
     """
     mine, theirs = call.pack(), bytearray(HEADER_BYTES)
 
@@ -205,7 +211,8 @@ def run(
 def reduce_scatter_stepwise(
     links: Links, x: Array, call: Header, deadline: Deadline
 ) -> None:
-    """After it, chunk r of rank r's 1-D array x is complete; other chunks are partial."""
+    """After it, chunk r of rank r's 1-D array x is complete; other chunks are
+    partial."""
     r, n = links.rank, links.world_size
     add = REDUCTIONS[call.reduce]
     for s in range(n - 1):
@@ -220,7 +227,8 @@ def reduce_scatter_stepwise(
 def all_gather_stepwise(
     links: Links, x: Array, call: Header, deadline: Deadline
 ) -> None:
-    """Before it, chunk r of rank r's x is right; after it, all of x is, on all ranks."""
+    """Before it, chunk r of rank r's x is right; after it, all of x is, on all
+    ranks."""
     r, n = links.rank, links.world_size
     for s in range(n - 1):
         sent, kept = chunk(len(x), n, r - s), chunk(len(x), n, r - 1 - s)
@@ -288,7 +296,8 @@ def add_all(
 
 
 def keep_all(links: Links, x: Array, ready: deque[Bytes]) -> Script:
-    """Phase 2: receive in place, and pass on all but the last chunk, which is right's own."""
+    """Phase 2: receive in place, and pass on all but the last chunk, which is right's
+    own."""
     r, n = links.rank, links.world_size
     for s in range(n - 1):
         for part in segments(chunk(len(x), n, r - 1 - s), x.itemsize):
@@ -301,8 +310,8 @@ def keep_all(links: Links, x: Array, ready: deque[Bytes]) -> Script:
 def broadcast(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     """After it, the 1-D array x is the root's, on all ranks.
 
-    It walks the ring from the root to the root's left neighbour. In segments, so that the
-    last rank starts to receive n-2 segments after the first, and not n-2 arrays.
+    It walks the ring from the root to the root's left neighbour. In segments, so that
+    the last rank starts to receive n-2 segments after the first, and not n-2 arrays.
     """
     r, n, root = links.rank, links.world_size, call.root
     ready: deque[Bytes] = deque([as_bytes(x)] if r == root and x.size else [])
@@ -318,7 +327,8 @@ def broadcast(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
 
 
 def barrier(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
-    """Returns when all ranks have entered: nobody knows a sum before all have added to it.
+    """Returns when all ranks have entered: nobody knows a sum before all have added to
+    it.
 
     `x` is one element, of no other use.
     """
@@ -357,9 +367,8 @@ def explained(error: PeerError, links: Links, received: int, call: Header) -> Pe
         f"(its {side}neighbour, {link.address}) during {call}"
     )
     if steps and step <= len(steps):
-        text += (
-            f", step {step} of {len(steps)}, after {payload:,} of {steps[-1]:,} bytes"
-        )
+        text += f", step {step} of {len(steps)}"
+        text += f", after {payload:,} of {steps[-1]:,} bytes"
     text += f": {error}."
     if lost:
         text += f" Rank {p} probably crashed or was killed: read its log first."
@@ -375,7 +384,7 @@ def mismatch(links: Links, call: Header, theirs: bytes) -> PeerMismatch:
         what = f"something else ({exc})"
     return PeerMismatch(
         f"rank {r} is in {call}, but rank {left} sent {what}. All ranks must call "
-        "collectives in the same order with equal shapes and dtypes. Did the ranks build "
-        "different models, or does one skip a call?",
+        "collectives in the same order with equal shapes and dtypes. Did the ranks "
+        "build different models, or does one skip a call?",
         left,
     )

@@ -51,7 +51,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from minddp.device import Array, array_module, generator, scatter_add, to_host
+from minddp.device import (
+    Array,
+    Device,
+    array_module,
+    device_of,
+    generator,
+    scatter_add,
+    to_host,
+)
 from minddp.errors import UsageError
 
 Grads: TypeAlias = tuple[Array | None, ...]
@@ -315,7 +323,7 @@ class ReLU(Op):
 class GELU(Op):
     """x times the normal distribution function, in its tanh form
 
-    y = x/2 (1 + tanh u),  u = c (x + k x^3)          [Hendrycks & Gimpel 2016, section 2]
+    y = x/2 (1 + tanh u),  u = c (x + k x^3)        [Hendrycks & Gimpel 2016, sec. 2]
     """
 
     c, k = math.sqrt(2 / math.pi), 0.044715
@@ -345,8 +353,22 @@ class Cast(Op):
         return (gy.astype(self.before),)
 
 
+class Move(Op):
+    """x on another device; the gradient returns to the device of x"""
+
+    def __init__(self, device: Device):
+        self.device = device
+
+    def forward(self, x: Array) -> Array:
+        self.before = device_of(x)
+        return self.device.put(x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (self.before.put(gy),)
+
+
 class Dropout(Op):
-    """x with elements zeroed with probability p and the others times 1 / (1 - p)"""
+    """x with elements zeroed with probability p, the rest times 1 / (1 - p)"""
 
     def __init__(self, p: float):
         self.p = p
@@ -365,7 +387,7 @@ class Dropout(Op):
 
 
 def _stretch(g: Array, shape: Shape, axis: Axis, keepdims: bool) -> Array:
-    """g, which was reduced over `axis`, as a read-only view of the shape before that."""
+    """g, which was reduced over the axis, as a read-only view in the shape before."""
     xp = array_module(g)
     if axis is not None and not keepdims:
         g = xp.expand_dims(g, axis)
@@ -503,7 +525,7 @@ class GetItem(Op):
 
 
 def _may_repeat(index: Any) -> bool:
-    """Whether the index can name one element twice: if it holds an array of integers."""
+    """Whether the index can name an element twice: if it has an array of integers."""
     parts = index if isinstance(index, tuple) else (index,)
     return any(
         isinstance(part, list) or (hasattr(part, "dtype") and part.dtype.kind in "iu")

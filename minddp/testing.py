@@ -2,12 +2,15 @@
 
     run_ranks(4, body)     calls body(links) in 4 threads; the list of what they return
 
-               queue                MemoryLinks has the members of net.RingLinks, so ring.py
-      rank 0 ========> rank 1       cannot tell them apart. A queue behaves as badly as a
-        ^                |          network may: it holds few bytes, takes and gives any part
-        |     queues     v          of what is offered (short writes and reads), sometimes
-      rank 3 <======== rank 2       nothing for a while (delay), and can be cut after so many
-                                    bytes (loss).
+               queue
+      rank 0 ========> rank 1       MemoryLinks has the members of net.RingLinks, so
+        ^                |          ring.py cannot tell them apart.
+        |     queues     v
+      rank 3 <======== rank 2
+
+A queue behaves as badly as a network may: it holds few bytes, takes and gives any part
+of what is offered (short writes and reads), sometimes nothing for a while (delay), and
+can be cut after so many bytes (loss).
 
 Rule.  All misbehaviour is drawn from a seed: a test that fails will fail again.
 
@@ -31,7 +34,8 @@ Result = TypeVar("Result")
 
 
 class MemoryQueue:
-    """One direction of a link from rank `source` to rank `target`, holding `capacity` bytes.
+    """One direction of a link from rank `source` to rank `target`, holding `capacity`
+    bytes.
 
     `cut_after` (bytes): the link breaks once so many have passed; None: never.
     """
@@ -71,7 +75,8 @@ class MemoryQueue:
         return self.closed or bool(self._held)
 
     def _some(self, count: int) -> int:
-        """Any part of what is possible; none of it is as if it were still on its way."""
+        """Any part of what is possible; none of it is as if it were still on its
+        way."""
         return self._random.randint(0, count) if count else 0
 
 
@@ -83,7 +88,8 @@ class MemoryLink:
 
 
 class MemoryLinks:
-    """A rank's queues from the left and to the right; `changed` is shared by all ranks."""
+    """A rank's queues from the left and to the right; `changed` is shared by all
+    ranks."""
 
     def __init__(
         self,
@@ -136,11 +142,11 @@ def run_ranks(
 ) -> list[Result]:
     """What body(links) returns on each of n ranks, in rank order.
 
-    `capacity`: bytes that a link can hold. `cut`: {rank: bytes} after which the link to that
-    rank's right neighbour breaks.
+    `capacity`: bytes that a link can hold. `cut`: {rank: bytes} after which the link to
+    that rank's right neighbour breaks.
 
-    Raises: the error that is no consequence of another, else the first rank's. The errors
-    of all ranks are in its attribute `of_ranks`, None where a rank did well.
+    Raises: the error that is no consequence of another, else the first rank's. The
+    errors of all ranks are in its attribute `of_ranks`, None where a rank did well.
     """
     changed = threading.Condition()
     queues = [
@@ -186,7 +192,8 @@ def run_groups(
     timeout: float = 3.0,
     token: bytes = b"",
 ) -> list[Result]:
-    """What body(pg) returns on each of n ranks: threads with real TCP links over loopback.
+    """What body(pg) returns on each of n ranks: threads with real TCP links over
+    loopback.
 
     Raises: as run_ranks.
     """

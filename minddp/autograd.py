@@ -1,0 +1,650 @@
+"""Autograd: array operations are recorded as they run, and replayed backwards.
+
+    h = x * w                       x ---.
+    y = (h + w).sum()                    #0 Mul ---- #1 Add ---- #2 Sum ---- y
+                                    w --<           /
+                                         '---------'
+
+Each recorded op is a `Node`. It has a serial number, which counts up, and it points to
+where its inputs came from: to the node that made the input, to the input itself if it
+is a *leaf* that requires a gradient, or to nothing.
+
+Rule.  Backward runs the nodes that y can reach from the youngest to the oldest. A node
+is made after its inputs, hence all consumers of a value run before the op that made it,
+and the order is the same in every process: no `set` and no address decides it.
+
+Worked example, x = 2, w = 3 (and `sum` does nothing, there is one element).
+
+    node     gy    hands back                 then
+    #2 Sum   1     1 to #1
+    #1 Add   1     1 to #0, 1 to w            w has one more use, so it waits
+    #0 Mul   1     3 to x, 2 to w             x.grad = 3, and w.grad = 1 + 2 = 3
+
+Invariants.
+1.  A leaf's hooks run the moment its last use has delivered, not at the end: this is
+    how DDP sends late layers' gradients while early layers are still computing.
+2.  The gradient of a leaf has its shape and dtype. Once there, its array is added to in
+    place and never replaced: under DDP it is a view into a bucket.
+3.  An array that an op handed out is not written to, for others may hold it as well.
+4.  References point from results to inputs only. Without cycles, an array is freed when
+    its last user lets go, with no need of the garbage collector.
+
+Cost.  About 2 us per recorded op, forward and backward together, plus the arithmetic.
+
+In PyTorch: `torch::autograd::Engine` (engine.cpp), whose queue is ordered by the same
+serial number, `sequence_nr`.
+
+Left out:
+- gradients of gradients: backward works on arrays, which record nothing;
+- a version counter: do not change an array between forward and backward;
+- gradients of intermediate results: only leaves keep theirs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from minddp import tensor_ops as ops
+from minddp.device import Array, Device, array_module, device_of, to_host
+from minddp.errors import UsageError
+
+# ---- Recording ----
+
+
+class _State(threading.local):
+    """What a thread is doing; per thread, because ranks may be threads."""
+
+    recording = True  # False inside no_grad and during backward
+    depth = 0  # backward calls that are running: a hook may start another
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[], None]] = []
+
+
+_state = _State()
+_serials = itertools.count()
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Record nothing inside: `with no_grad():`, or `@no_grad()` above a function."""
+    before, _state.recording = _state.recording, False
+    try:
+        yield
+    finally:
+        _state.recording = before
+
+
+class Node:
+    """One recorded op; `targets[i]` is where the gradient of input i goes.
+
+    In PyTorch: `torch::autograd::Node`, what `tensor.grad_fn` shows.
+    """
+
+    __slots__ = ("op", "serial", "targets")
+
+    def __init__(self, op: ops.Op, targets: tuple[Node | Tensor | None, ...]):
+        self.op: ops.Op | None = op
+        self.targets = targets
+        self.serial = next(_serials)
+
+    def release(self) -> None:
+        """Let go of the arrays that the op kept and of the graph behind it."""
+        self.op, self.targets = None, ()
+
+
+def apply(op: ops.Op, *inputs: Tensor) -> Tensor:
+    """The op's result; recorded if an input requires a gradient and recording is on."""
+    op.needs = needs = [x._requires_grad for x in inputs]
+    arrays = [x.data for x in inputs]
+    try:
+        y = Tensor(op.forward(*arrays))
+    except UsageError:
+        raise
+    except (ValueError, TypeError) as exc:
+        shapes = ", ".join(f"{x.shape} {x.dtype}" for x in arrays)
+        raise UsageError(f"{type(op).__name__} cannot take {shapes}: {exc}") from exc
+    if _state.recording and True in needs:
+        y._requires_grad = True
+        y._node = Node(op, tuple([_target(x) for x in inputs]))
+    return y
+
+
+def _target(x: Tensor) -> Node | Tensor | None:
+    """Where x's gradient goes: to the node that made x, to the leaf x, or nowhere."""
+    return (x._node or x) if x._requires_grad else None
+
+
+# ---- Replaying ----
+
+
+def backward(root: Tensor, gy: Array, retain_graph: bool) -> None:
+    """Add d root / d leaf, weighted by gy, to the grad of every leaf behind root.
+
+    Raises whatever an op or a hook raises; gradients are then partly accumulated, and
+    callbacks that were queued are dropped.
+    """
+    recording, _state.recording = _state.recording, False
+    _state.depth += 1
+    try:
+        _replay(root, gy, retain_graph)
+        if _state.depth == 1:
+            for callback in _state.callbacks:  # may grow while it runs
+                callback()
+    finally:
+        _state.depth -= 1
+        _state.recording = recording
+        if _state.depth == 0:
+            _state.callbacks.clear()
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call this once when the backward that is running now, the outermost, has ended.
+
+    In PyTorch: `Variable._execution_engine.queue_callback`.
+    """
+    if _state.depth == 0:
+        raise UsageError(
+            "queue_callback outside of backward: it would never be called. Call it "
+            "from a gradient hook."
+        )
+    _state.callbacks.append(callback)
+
+
+def _replay(root: Tensor, gy: Array, retain_graph: bool) -> None:
+    if root._node is None:  # root is itself a leaf
+        _accumulate(root, gy, adopt=False)
+        _run_hooks(root)
+        return
+    nodes, uses = _reachable(root._node)
+    gradients = {root._node: gy}
+    for node in sorted(nodes, key=_serial, reverse=True):
+        _step(node, gradients.pop(node), gradients, uses)
+        if not retain_graph:
+            node.release()
+
+
+def _serial(node: Node) -> int:
+    return node.serial
+
+
+def _reachable(root: Node) -> tuple[list[Node], dict[Tensor, int]]:
+    """The nodes that root depends on, in no order, and the uses they make of each leaf.
+
+    With a stack of its own instead of recursion: a chain of 50,000 ops is no problem.
+    """
+    nodes, seen = [root], {root}
+    uses: dict[Tensor, int] = {}
+    for node in nodes:  # grows while it runs
+        if node.op is None:
+            raise UsageError(
+                "backward has already been through this part of the graph and freed "
+                "it. To go through it twice, use retain_graph=True the first time, or "
+                "compute the forward again."
+            )
+        for target in node.targets:
+            if isinstance(target, Tensor):
+                uses[target] = uses.get(target, 0) + 1
+            elif target is not None and target not in seen:
+                seen.add(target)
+                nodes.append(target)
+    return nodes, uses
+
+
+def _step(
+    node: Node, gy: Array, gradients: dict[Node, Array], uses: dict[Tensor, int]
+) -> None:
+    """Run one op backward and deliver what it hands back."""
+    assert node.op is not None, "checked by _reachable"
+    for target, gx in zip(node.targets, node.op.backward(gy), strict=True):
+        if isinstance(target, Tensor):
+            _accumulate(target, gx, adopt=gx is not gy)
+            uses[target] -= 1
+            if uses[target] == 0:
+                _run_hooks(target)
+        elif target is not None:
+            # A new sum, not +=: the first gradient may be in use elsewhere as well.
+            gradients[target] = gradients[target] + gx if target in gradients else gx
+
+
+def _accumulate(leaf: Tensor, gx: Array, adopt: bool) -> None:
+    """Add gx to the leaf's gradient; adopt the first if nobody else can hold it."""
+    assert gx.shape == leaf.data.shape, f"got {gx.shape} for leaf {leaf.data.shape}"
+    if leaf.grad is not None:
+        leaf.grad.data += gx
+    elif adopt and gx.dtype == leaf.data.dtype and _owns_memory(gx):
+        leaf.grad = Tensor(gx)
+    else:
+        leaf.grad = Tensor(array_module(leaf.data).array(gx, leaf.data.dtype))
+
+
+def _owns_memory(x: Array) -> bool:
+    """Whether x is an array with memory of its own: no view, no NumPy scalar."""
+    return not isinstance(x, np.generic) and bool(x.flags.owndata)
+
+
+def _run_hooks(leaf: Tensor) -> None:
+    if leaf._hooks:
+        for hook in list(leaf._hooks.values()):
+            hook(leaf)
+
+
+class RemovableHandle:
+    """Takes one hook off its tensor again."""
+
+    def __init__(self, hooks: dict[object, Any], hook: Any):
+        self._hooks = hooks
+        hooks[self] = hook
+
+    def remove(self) -> None:
+        """The hook is not called any more; a second remove does nothing."""
+        self._hooks.pop(self, None)
+
+
+# ---- Tensor ----
+
+
+class Tensor:
+    """An array that knows how it was computed, and what its gradient is.
+
+    data            the array, NumPy or CuPy, shared with whoever passed it in
+    requires_grad   whether ops on it are recorded
+    grad            None, or after backward, for a leaf, a Tensor of the same shape
+
+    Names and arguments are those of `torch.Tensor`. Where it differs: `max` and `min`
+    give values only (`amax`, `amin`), and dtypes are NumPy's.
+    """
+
+    __slots__ = ("__weakref__", "_hooks", "_node", "_requires_grad", "data", "grad")
+    __array_ufunc__ = None  # so that `array * tensor` comes here, to __rmul__
+
+    def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None):
+        self.data = _as_array(data, dtype)
+        self.grad: Tensor | None = None
+        self._requires_grad = False
+        self._node: Node | None = None
+        self._hooks: dict[object, Callable[[Tensor], Any]] | None = None
+        if requires_grad:
+            self.requires_grad = True
+
+    # -- gradients --
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        if self._node is not None:
+            raise UsageError(
+                "requires_grad can be set on leaves only, and this tensor was computed "
+                "from others. Use .detach() for a leaf with its values."
+            )
+        if flag and self.dtype.kind != "f":
+            raise UsageError(
+                f"a tensor of {self.dtype} cannot require a gradient: its values "
+                "cannot move a little. Use a floating dtype."
+            )
+        self._requires_grad = flag
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Set requires_grad and return the tensor."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether no recorded op made this tensor."""
+        return self._node is None
+
+    def backward(
+        self,
+        gradient: Any = None,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+    ) -> None:
+        """Add the gradient of this tensor to the `grad` of every leaf behind it.
+
+        `gradient` weighs the elements; it may be left out if there is only one. The
+        graph is freed on the way, unless it is retained for another backward.
+        """
+        if create_graph:
+            raise UsageError("create_graph=True: minddp has no gradients of gradients")
+        if not self._requires_grad:
+            raise UsageError(
+                "backward on a tensor that does not require grad: no input of it did, "
+                "or it was computed under no_grad, or it was detached"
+            )
+        backward(self, self._weights(gradient), retain_graph)
+
+    def _weights(self, gradient: Any) -> Array:
+        if gradient is None and self.data.size != 1:
+            raise UsageError(
+                f"backward on a tensor of shape {self.shape} needs gradient=, an array "
+                "of that shape. Or reduce it first, with .sum() or .mean()."
+            )
+        if gradient is None:
+            return array_module(self.data).ones_like(self.data)
+        gy = as_tensor(gradient, self).data
+        if gy.shape != self.shape:
+            raise UsageError(f"gradient is {gy.shape}, but the tensor is {self.shape}")
+        return gy.astype(self.dtype, copy=False)
+
+    def register_post_accumulate_grad_hook(
+        self, hook: Callable[[Tensor], Any]
+    ) -> RemovableHandle:
+        """Call hook(self) in every backward, as soon as self.grad is complete."""
+        if self._node is not None or not self._requires_grad:
+            raise UsageError("gradient hooks go on leaves that require grad")
+        if self._hooks is None:
+            self._hooks = {}
+        return RemovableHandle(self._hooks, hook)
+
+    def detach(self) -> Tensor:
+        """A leaf without gradient that shares this tensor's array."""
+        return Tensor(self.data)
+
+    # -- the array inside --
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.data.shape
+        return shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.data.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.data.shape)
+
+    @property
+    def device(self) -> Device:
+        return device_of(self.data)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or the length of one of its axes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return int(self.data.size)
+
+    def item(self) -> Any:
+        """The only element, as a Python number."""
+        return self.data.item()
+
+    def numpy(self) -> Array:
+        """The values as a NumPy array, which shares memory unless they are on a GPU."""
+        if self._requires_grad:
+            raise UsageError(
+                "numpy() would drop the history of a tensor that requires grad. Write "
+                ".detach().numpy() if that is meant."
+            )
+        return to_host(self.data)
+
+    def tolist(self) -> Any:
+        return self.data.tolist()
+
+    def zero_(self) -> Tensor:
+        """Fill with zeros in place; not recorded."""
+        self.data[...] = 0
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.numpy(), dtype, copy=copy)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __float__(self) -> builtins.float:
+        return float(self.data)
+
+    def __int__(self) -> int:
+        return int(self.data)
+
+    def __index__(self) -> int:
+        return int(self.data.item().__index__())
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else format(str(self), spec)
+
+    def __repr__(self) -> str:
+        values = np.array2string(to_host(self.data), separator=", ", prefix="Tensor(")
+        grad = ", requires_grad=True" if self._requires_grad else ""
+        return f"Tensor({values}, dtype={self.dtype}{grad})"
+
+    # -- operators; `a` or `b` is a Tensor, an array or a number --
+    # fmt: off
+
+    def __add__(self, b: Any) -> Tensor:       return _apply2(ops.Add(), self, b)
+    def __radd__(self, a: Any) -> Tensor:      return _apply2(ops.Add(), a, self)
+    def __sub__(self, b: Any) -> Tensor:       return _apply2(ops.Sub(), self, b)
+    def __rsub__(self, a: Any) -> Tensor:      return _apply2(ops.Sub(), a, self)
+    def __mul__(self, b: Any) -> Tensor:       return _apply2(ops.Mul(), self, b)
+    def __rmul__(self, a: Any) -> Tensor:      return _apply2(ops.Mul(), a, self)
+    def __truediv__(self, b: Any) -> Tensor:   return _apply2(ops.Div(), self, b)
+    def __rtruediv__(self, a: Any) -> Tensor:  return _apply2(ops.Div(), a, self)
+    def __matmul__(self, b: Any) -> Tensor:    return _apply2(ops.MatMul(), self, b)
+    def __rmatmul__(self, a: Any) -> Tensor:   return _apply2(ops.MatMul(), a, self)
+    def __rpow__(self, a: Any) -> Tensor:      return _apply2(ops.Pow(), a, self)
+
+    # In place on a tensor that nothing is recorded of, such as a parameter in no_grad.
+    def __iadd__(self, b: Any) -> Tensor:      return self._in_place(ops.Add(), b)
+    def __isub__(self, b: Any) -> Tensor:      return self._in_place(ops.Sub(), b)
+    def __imul__(self, b: Any) -> Tensor:      return self._in_place(ops.Mul(), b)
+    def __itruediv__(self, b: Any) -> Tensor:  return self._in_place(ops.Div(), b)
+
+    def __neg__(self) -> Tensor:               return apply(ops.Neg(), self)
+    def __abs__(self) -> Tensor:               return apply(ops.Abs(), self)
+
+    # Comparisons give a Tensor of bool, which has no gradient.
+    def __lt__(self, b: Any) -> Tensor:   return Tensor(self.data < _like(b, self))
+    def __le__(self, b: Any) -> Tensor:   return Tensor(self.data <= _like(b, self))
+    def __gt__(self, b: Any) -> Tensor:   return Tensor(self.data > _like(b, self))
+    def __ge__(self, b: Any) -> Tensor:   return Tensor(self.data >= _like(b, self))
+    def __eq__(self, b: object) -> Any:   return Tensor(self.data == _like(b, self))
+    def __ne__(self, b: object) -> Any:   return Tensor(self.data != _like(b, self))
+    __hash__ = object.__hash__  # == compares elements, so dicts go by identity
+
+    def exp(self) -> Tensor:                   return apply(ops.Exp(), self)
+    def log(self) -> Tensor:                   return apply(ops.Log(), self)
+    def sqrt(self) -> Tensor:                  return apply(ops.Sqrt(), self)
+    def abs(self) -> Tensor:                   return apply(ops.Abs(), self)
+    def tanh(self) -> Tensor:                  return apply(ops.Tanh(), self)
+    def sigmoid(self) -> Tensor:               return apply(ops.Sigmoid(), self)
+    def relu(self) -> Tensor:                  return apply(ops.ReLU(), self)
+    def float(self) -> Tensor:                 return self.to("float32")
+    def long(self) -> Tensor:                  return self.to("int64")
+    def clone(self) -> Tensor:                 return apply(ops.Cast(self.dtype), self)
+    # fmt: on
+
+    def __pow__(self, b: Any) -> Tensor:
+        if isinstance(b, int | float):
+            return apply(ops.PowNumber(b if type(b) is int else float(b)), self)
+        return _apply2(ops.Pow(), self, b)
+
+    def __setitem__(self, index: Any, b: Any) -> None:
+        if self._must_record(b):
+            raise UsageError(
+                "assignment to elements is not recorded; use F.where, or assign under "
+                "no_grad"
+            )
+        self.data[_plain_index(index)] = _like(b, self)
+
+    def _in_place(self, op: ops.Op, b: Any) -> Tensor:
+        if self._must_record(b):
+            return _apply2(op, self, b)
+        self.data[...] = op.forward(self.data, _like(b, self))
+        return self
+
+    def _must_record(self, b: Any) -> bool:
+        """Whether writing in place would lose history, so that a new tensor is due."""
+        b_requires_grad = isinstance(b, Tensor) and b._requires_grad
+        if not _state.recording or not (self._requires_grad or b_requires_grad):
+            return False
+        if self._requires_grad and self._node is None:
+            raise UsageError(
+                "a leaf that requires grad cannot be changed in place while ops are "
+                "recorded: write `with no_grad():` around the update"
+            )
+        return True
+
+    # -- reductions: dim is an int, a tuple, or None for all --
+
+    def sum(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        return apply(ops.Sum(dim, keepdim), self)
+
+    def mean(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        return apply(ops.Mean(dim, keepdim), self)
+
+    def max(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        """The largest values; those that tie share the gradient (torch: `amax`)."""
+        return apply(ops.Max(dim, keepdim), self)
+
+    def min(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        """The smallest values; those that tie share the gradient (torch: `amin`)."""
+        return apply(ops.Min(dim, keepdim), self)
+
+    def argmax(self, dim: int | None = None) -> Tensor:
+        """Where the largest element is; positions have no gradient."""
+        return Tensor(self.data.argmax(dim))
+
+    # -- shape --
+
+    def reshape(self, *shape: Any) -> Tensor:
+        """The same elements in another shape, `reshape(2, 3)` or `reshape((2, 3))`."""
+        return apply(ops.Reshape(_unpacked(shape)), self)
+
+    def view(self, *shape: Any) -> Tensor:
+        """reshape; unlike torch, it copies where the memory layout demands it."""
+        return apply(ops.Reshape(_unpacked(shape)), self)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+        """The axes from start_dim to end_dim, both included, joined into one."""
+        start, end = start_dim % max(self.ndim, 1), end_dim % max(self.ndim, 1)
+        joined = math.prod(self.shape[start : end + 1])
+        return self.reshape(*self.shape[:start], joined, *self.shape[end + 1 :])
+
+    def permute(self, *axes: Any) -> Tensor:
+        """The axes in another order: axis i of the result is axis axes[i]."""
+        return apply(ops.Transpose(_unpacked(axes)), self)
+
+    def transpose(self, dim0: int, dim1: int) -> Tensor:
+        """Two axes, exchanged."""
+        axes = list(range(self.ndim))
+        axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
+        return apply(ops.Transpose(tuple(axes)), self)
+
+    @property
+    def T(self) -> Tensor:
+        return apply(ops.Transpose(tuple(reversed(range(self.ndim)))), self)
+
+    def split(self, size: int, dim: int = 0) -> list[Tensor]:
+        """Pieces of `size` along an axis; the last may be shorter."""
+        before = (slice(None),) * (dim % self.ndim)
+        starts = range(0, self.shape[dim], size)
+        return [self[(*before, slice(i, i + size))] for i in starts]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return apply(ops.GetItem(_plain_index(index)), self)
+
+    # -- dtype and device --
+
+    def to(self, target: Any, non_blocking: bool = False) -> Tensor:
+        """In another dtype or on another device; itself if nothing has to change.
+
+        `target` is a Device, "cpu", "cuda", "cuda:1", or a dtype. `non_blocking` is
+        accepted for torch's sake and makes no difference.
+        """
+        if isinstance(target, Device) or str(target).startswith(("cpu", "cuda")):
+            device = Device(target)
+            return self if device == self.device else apply(ops.Move(device), self)
+        dtype = np.dtype(target)
+        return self if dtype == self.dtype else apply(ops.Cast(dtype), self)
+
+    def contiguous(self) -> Tensor:
+        """Itself: no op here depends on the layout in memory."""
+        return self
+
+    def pin_memory(self) -> Tensor:
+        """Itself: minddp has no page-locked tensors."""
+        return self
+
+
+def as_tensor(x: Any, like: Tensor | None = None) -> Tensor:
+    """x as a Tensor; a bare number takes on the dtype of `like`, where it has one."""
+    if isinstance(x, Tensor):
+        return x
+    return Tensor(x if like is None else _like(x, like))
+
+
+def _apply2(op: ops.Op, a: Any, b: Any) -> Tensor:
+    """op on a and b, of which at least one is a Tensor."""
+    if isinstance(a, Tensor):
+        return apply(op, a, b if isinstance(b, Tensor) else Tensor(_like(b, a)))
+    return apply(op, Tensor(_like(a, b)), b)
+
+
+def _like(x: Any, tensor: Tensor) -> Array:
+    """x as an array to compute with `tensor`.
+
+    A number takes on a floating tensor's dtype: 2.0 * x stays float32 if x is, even if
+    2.0 came as a NumPy float64.
+    """
+    if isinstance(x, Tensor):
+        return x.data
+    dtype = None
+    if isinstance(x, int | float | np.generic):
+        dtype = tensor.dtype
+        if dtype.kind != "f":
+            dtype = np.result_type(dtype, x)
+    return array_module(tensor.data).asarray(x, dtype)
+
+
+def _as_array(data: Any, dtype: Any) -> Array:
+    """The array in a Tensor: arrays as they are; Python floats become float32."""
+    if type(data) is np.ndarray and dtype is None:
+        return data
+    if isinstance(data, Tensor):
+        data = data.data
+    x = array_module(data).asarray(data, dtype)
+    if x.dtype.kind not in "biuf":
+        raise UsageError(f"a Tensor holds numbers, not {type(data).__name__} {data!r}")
+    if x.dtype == np.float64 and dtype is None and not hasattr(data, "dtype"):
+        x = x.astype(np.float32)
+    return x
+
+
+def _plain_index(index: Any) -> Any:
+    """The index with arrays in place of Tensors."""
+    if isinstance(index, tuple):
+        return tuple([_plain_index(part) for part in index])
+    return index.data if isinstance(index, Tensor) else index
+
+
+def _unpacked(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    """(2, 3) from f(2, 3) as well as from f((2, 3))."""
+    return tuple(sizes[0]) if len(sizes) == 1 and not _is_int(sizes[0]) else sizes
+
+
+def _is_int(x: Any) -> bool:
+    return hasattr(x, "__index__") and not hasattr(x, "__len__")
