@@ -28,7 +28,7 @@ import numpy as np
 
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup, init_process_group
-# LAUNCH
+from minddp.launch import launch
 
 SIZES = "1KiB,16KiB,256KiB,1MiB,4MiB,25MiB,100MiB"
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}

@@ -1,38 +1,38 @@
 """The environment: which rank am I, of how many, and where is rank 0?
 
 A launcher starts n copies of one program and tells each copy its place in environment
-variables. Every launcher has its own names for the same four numbers:
+variables. Every launcher has its own names for the same numbers:
 
-    launcher                 rank                  world size            local rank, local size
-    torchrun, minddp run     RANK                  WORLD_SIZE            LOCAL_RANK, ...
-    Open MPI                 OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  ..._LOCAL_RANK, ...
-    MPICH                    PMI_RANK              PMI_SIZE              MPI_LOCALRANKID, ...
-    Slurm                    SLURM_PROCID          SLURM_NTASKS          SLURM_LOCALID
+    launcher               rank                  world size            local rank
+    torchrun, minddp run   RANK                  WORLD_SIZE            LOCAL_RANK
+    Open MPI               OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  ..._LOCAL_RANK
+    MPICH                  PMI_RANK              PMI_SIZE              MPI_LOCALRANKID
+    Slurm                  SLURM_PROCID          SLURM_NTASKS          SLURM_LOCALID
 
-Rule 1.  The first launcher in the table that has set a variable is the one that started us.
-         mpiexec under Slurm leaves the variables of both, and Slurm's then count machines.
+Rule 1.  The first launcher of this table that has set a variable has started us. Under
+         Slurm, mpiexec leaves the variables of both, and Slurm's then count machines.
 Rule 2.  An argument of `init_process_group` wins over a variable.
-Rule 3.  Without any of them this is a world of one, and the program runs as it stands.
+Rule 3.  Without any of them this is a world of one: the script runs as it stands.
 
-Where rank 0 is: MASTER_ADDR and MASTER_PORT, or else
+Where rank 0 is: MASTER_ADDR and MASTER_PORT. Without MASTER_ADDR:
 
-    all ranks on this machine   127.0.0.1
-    Slurm                       the first host of the step: `node[03-05,9]` -> node03
-    otherwise                   nobody knows, so it is an error
+    all ranks are on this machine   127.0.0.1
+    Slurm                           the first host of the step: node[03-05,9] -> node03
+    otherwise                       nobody knows, which is an error
 
 Worked example.  `RANK=1 WORLD_SIZE=2 MASTER_ADDR=[::1] python train.py` gives
 
     Job(rank=1, world_size=2, local_rank=1, local_world_size=2,
         master_addr="::1", master_port=29500, ...)
 
-    local_rank is 1 because a loopback address proves that all ranks share this machine.
+    local_rank is 1, for a loopback address proves that all ranks share this machine.
 
-Besides, MINDDP_TOKEN holds the secret that all ranks of a job share, MINDDP_JOB_ID its name,
-and MINDDP_LISTEN_FD the socket that `minddp run` has bound for rank 0.
+Besides, MINDDP_TOKEN is the secret that the ranks of a job share, MINDDP_JOB_ID the
+job's name, and MINDDP_LISTEN_FD the socket that `minddp run` has bound for rank 0.
 
 In PyTorch: the `env://` rendezvous (torch/distributed/rendezvous.py).
 
-Left out: host files, and PMIx. They need a library of the launcher; the variables do not.
+Left out: host files and PMIx. They need a launcher's library; variables need nothing.
 """
 
 import os
@@ -101,12 +101,12 @@ def from_environment(
     """
     launcher = _launcher(env)
     r, n = _seat(
-        _Given("rank", rank, launcher.rank, env),
-        _Given("world_size", world_size, launcher.world_size, env),
+        _given(env, launcher.rank, "rank", rank),
+        _given(env, launcher.world_size, "world_size", world_size),
     )
     hosts = _slurm_hosts(env) if launcher is SLURM else []
-    addr = _address(_Given("master_addr", master_addr, "MASTER_ADDR", env))
-    together = n == 1 or len(hosts) == 1 or (addr is not None and _is_loopback(addr))
+    addr = _address(_given(env, "MASTER_ADDR", "master_addr", master_addr))
+    together = n == 1 or len(hosts) == 1 or _is_loopback(addr)
     local_rank, local_size = _local_seat(env, launcher, (r, n) if together else (0, 1))
     return Job(
         rank=r,
@@ -114,7 +114,7 @@ def from_environment(
         local_rank=local_rank,
         local_world_size=local_size,
         master_addr=addr or _default_address(n, local_size, hosts),
-        master_port=_port(_Given("master_port", master_port, "MASTER_PORT", env), env),
+        master_port=_port(_given(env, "MASTER_PORT", "master_port", master_port), env),
         token=env.get("MINDDP_TOKEN", "").encode(),
         job_id=_job_id(env),
         listen_fd=_listen_fd(env) if r == 0 else None,
@@ -125,18 +125,12 @@ def from_environment(
 # ---- What was given, and is it a number in its range? ----
 
 
+@dataclass(frozen=True)
 class _Given:
-    """A value and the name under which the user gave it, which is what an error shows."""
+    """A value, and the name under which the user gave it: errors show both."""
 
-    def __init__(
-        self,
-        argument: str,
-        value: int | str | None,
-        variable: str,
-        env: Mapping[str, str],
-    ):
-        self.name = variable if value is None else argument
-        self.value = env.get(variable) if value is None else value
+    name: str
+    value: int | str | None
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
@@ -154,8 +148,16 @@ class _Given:
         return number
 
 
-def _variable(name: str, env: Mapping[str, str]) -> _Given:
-    return _Given("", None, name, env)
+def _given(
+    env: Mapping[str, str],
+    variable: str,
+    argument: str = "",
+    value: int | str | None = None,
+) -> _Given:
+    """The argument if there is one, else the variable."""
+    if value is not None:
+        return _Given(argument, value)
+    return _Given(variable, env.get(variable))
 
 
 # ---- Who am I? ----
@@ -186,8 +188,8 @@ def _local_seat(
     env: Mapping[str, str], launcher: Launcher, default: tuple[int, int]
 ) -> tuple[int, int]:
     """Local rank and local size; where the launcher is silent, the default."""
-    rank = _variable(launcher.local_rank, env)
-    size = _variable(launcher.local_world_size, env)
+    rank = _given(env, launcher.local_rank)
+    size = _given(env, launcher.local_world_size)
     local_rank, local_size = default
     if rank.value is not None:
         what = "this rank's number on its machine, 0 or more"
@@ -201,18 +203,23 @@ def _local_seat(
 # ---- Where is rank 0? ----
 
 
-def _address(given: _Given) -> str | None:
-    if given.value is None:
-        return None
-    text = str(given.value).strip()
-    if text.startswith("[") and text.endswith("]"):
-        text = text[1:-1]  # as IPv6 addresses are written in URLs
-    if not text:
+def bare_address(text: str, name: str) -> str:
+    """A host without the brackets that IPv6 addresses have in URLs: "[::1]" -> "::1".
+
+    Raises: UsageError naming `name`, where the text came from, if nothing is left.
+    """
+    bare = text.strip().removeprefix("[").removesuffix("]")
+    if not bare:
         raise UsageError(
-            f"{given.name} is empty. Set it to the address of rank 0's machine, for "
-            "example 10.0.0.1, or unset it if all ranks are on this machine."
+            f"{name} is empty. Set it to the address of rank 0's machine, for example "
+            "10.0.0.1, or leave it out if all ranks are on this machine."
         )
-    return text
+    return bare
+
+
+def _address(given: _Given) -> str:
+    """The address as it was given, "" if it was not."""
+    return "" if given.value is None else bare_address(str(given.value), given.name)
 
 
 def _is_loopback(addr: str) -> bool:
@@ -225,18 +232,18 @@ def _default_address(n: int, local_size: int, hosts: list[str]) -> str:
     if hosts:
         return hosts[0]
     raise UsageError(
-        f"MASTER_ADDR is not set, and only {local_size} of {n} ranks are known to be on "
-        "this machine. Set it on every rank to the address of rank 0's machine; if all "
-        "are on this one, to 127.0.0.1."
+        f"MASTER_ADDR is not set, and only {local_size} of {n} ranks are known to run "
+        "here. Set it on every rank to the address of rank 0's machine; if all "
+        "are on this machine, to 127.0.0.1."
     )
 
 
 def _port(given: _Given, env: Mapping[str, str]) -> int:
     if given.value is None:
         return DEFAULT_PORT
-    port = given.whole(1, 65535, "a port that is free on rank 0's machine, 1 to 65535")
-    # torchrun's agent keeps a store of its own on MASTER_PORT, for torch's ranks to dial.
-    # We cannot bind that port, so all our ranks meet at its neighbor.
+    port = given.whole(1, 65535, "a free port of rank 0's machine, 1 to 65535")
+    # torchrun's agent serves a store of its own on MASTER_PORT. Nobody else can bind
+    # that port, so our ranks meet at the next one.
     if (
         given.name == "MASTER_PORT"
         and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -281,7 +288,7 @@ def _numbers(ranges: str) -> Iterator[str]:
                 yield f"{number:0{len(first)}d}"
         else:
             raise UsageError(
-                f"Slurm's list of nodes has {part!r}, which is no range of numbers. Set "
+                f"Slurm's list of nodes has {part!r}, which is no range. Set "
                 "MASTER_ADDR to the address of rank 0's machine instead."
             )
 
@@ -295,7 +302,7 @@ def _job_id(env: Mapping[str, str]) -> str:
 
 
 def _listen_fd(env: Mapping[str, str]) -> int | None:
-    given = _variable("MINDDP_LISTEN_FD", env)
+    given = _given(env, "MINDDP_LISTEN_FD")
     if given.value is None:
         return None
     return given.whole(0, None, "an open descriptor, or unset it; `minddp run` sets it")

@@ -152,10 +152,13 @@ class Header:
 # ---- Control frames: a header and a little JSON ----
 
 
-def control_frame(kind: Kind, content: Any = None, **fields: int) -> bytes:
+def control_frame(
+    kind: Kind, content: Any = None, root: int = 0, sequence: int = 0
+) -> bytes:
     """The bytes of a control frame; `content` is anything that JSON can say."""
     payload = b"" if content is None else json.dumps(content).encode()
-    return Header(kind, nbytes=len(payload), **fields).pack() + payload
+    header = Header(kind, sequence, root=root, nbytes=len(payload))
+    return header.pack() + payload
 
 
 class FrameReader:

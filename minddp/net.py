@@ -1,29 +1,25 @@
-"""TCP links between ranks: listen, dial, prove, move bytes. (Neural layers are in
-nn.py.)
+"""TCP links between ranks: addresses, ports, bytes. (Neural layers are in nn.py.)
 
 The only module that imports `socket`. From the ground up:
 
     Deadline    how long a public call may still take; handed down to all that block
     Alarm       wakes a rank that waits on its links, because the group has failed
-    Listener    a bound port          listen(host, port), adopt(fd)
+    Listener    a bound port: listen(host, port), adopt(fd)
     Link        one authenticated connection to one rank: send_some, recv_some
-    Lobby       where connections become links: many handshakes at once
     RingLinks   the links to the left and to the right neighbour, as ring.py uses them
 
-                 listen                        .-- stranger: dropped within 5 s
-    rank 0  ----------------  Lobby  <---------+-- rank 1: handshake -> Link
-                                               '-- rank 2: handshake -> Link
+                 send_some  .------------------------.  recv_some
+    rank r-1  ------------> | kernel's buffers, wire | ------------>  rank r
+      right                 '------------------------'                  left
 
 Rule 1.  Every socket is non-blocking, and every wait is a `poll` that ends at a
          deadline. A blocking call could outlive the deadline, and a timeout on each
          system call would not bound a transfer of many.
 Rule 2.  Only what is asked for is bound: never a wildcard address unless told to.
-Rule 3.  A connection becomes a Link only by a handshake (handshake.py). While it is
-         none it may cost us 5 seconds and 256 bytes, and never the time of anybody
-         else.
+Rule 3.  A connection becomes a Link only by a handshake (lobby.py).
 
-Invariant.  OSError does not leave this module: it becomes PeerLost, PeerTimeout or
-UsageError, with the OSError as its cause.
+Invariant.  OSError leaves this module and lobby.py only as the cause of PeerLost,
+PeerTimeout or UsageError.
 
 In PyTorch: gloo/transport/tcp (listener.cc, pair.cc); its `pair` is our Link.
 
@@ -34,29 +30,22 @@ another); Windows, where a pipe cannot be polled together with sockets.
 import errno
 import fcntl
 import itertools
-import logging
 import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from minddp.errors import PeerError, PeerLost, PeerTimeout, UsageError
-from minddp.handshake import HandshakeError, Hello, Script, Stranger
 
-log = logging.getLogger("minddp")
-
-HANDSHAKE_SECONDS = 5.0  # what a stranger may cost
-PENDING_CONNECTIONS = 64  # strangers at the same time; beyond it the oldest is dropped
 BUFFERS_A_SEND = 64  # iovecs in one sendmsg; Linux takes up to 1,024
-RETRY_SECONDS = 0.05  # between two attempts to reach a rank 0 that is not there yet
-LOGGED_STRANGERS = 20  # after so many, strangers are dropped without a line
 
 Address = tuple[Any, ...]  # (host, port) or IPv6's (host, port, flow, scope)
 Bytes = bytes | bytearray | memoryview
+Socket = socket.socket
 
 
 class Deadline:
@@ -158,6 +147,26 @@ def shown(address: Address) -> str:
     """An address as people write it: 127.0.0.1:29500, [::1]:29500."""
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def start_connecting(family: int, address: Address) -> Socket:
+    """A socket that connects in the background; sending on it tells the outcome."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    sock.connect_ex(address)
+    return sock
+
+
+def connect(family: int, address: Address, deadline: Deadline) -> Socket:
+    """A connected socket. Raises: OSError, of which TimeoutError is one."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(deadline.left() or 1e-3)
+        sock.connect(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 # ---- Listening ----
@@ -371,206 +380,3 @@ def _tune(sock: socket.socket, timeout: float) -> None:
     for name, value in options:
         if hasattr(socket, name):  # macOS and BSD lack some
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-# ---- From connections to links ----
-
-
-class Conversation:
-    """A handshake under way on one socket (`script` is a generator of handshake.py)."""
-
-    def __init__(
-        self, sock: socket.socket, address: Address, script: Script, seconds: float
-    ):
-        sock.setblocking(False)
-        self.sock, self.address, self._script = sock, address, script
-        self.deadline = Deadline(seconds)
-        self._outbox, self._wanted = next(script)
-        self._inbox = b""
-
-    def fileno(self) -> int:
-        return self.sock.fileno()
-
-    @property
-    def events(self) -> int:
-        return select.POLLOUT if self._outbox else select.POLLIN
-
-    def advance(self) -> Hello | None:
-        """Say and hear what the socket allows; at the end, who the caller is.
-
-        Raises: HandshakeError or OSError; the connection is then of no more use.
-        """
-        try:
-            while True:
-                if self._outbox:
-                    self._outbox = self._outbox[self.sock.send(self._outbox) :]
-                elif len(self._inbox) < self._wanted:
-                    self._inbox += self._read(self._wanted - len(self._inbox))
-                else:
-                    self._outbox, self._wanted = self._script.send(self._inbox)
-                    self._inbox = b""
-        except BlockingIOError:
-            return None
-        except StopIteration as end:
-            hello: Hello = end.value
-            return hello
-
-    def _read(self, count: int) -> bytes:
-        data = self.sock.recv(count)
-        if not data:
-            got = f"{len(self._inbox)} of {self._wanted} bytes"
-            raise Stranger(f"closed the connection after {got} of the handshake")
-        return data
-
-
-class Lobby:
-    """Where connections become links: answers all who knock and dials whom we call, at
-    once.
-
-    One poll loop drives every handshake, so that a silent stranger delays nobody, and
-    so that ranks which all dial their right neighbour can also answer their left one.
-    """
-
-    def __init__(self, listener: Listener, script: Callable[[], Script], alarm: Alarm):
-        self._listener, self._script, self._alarm = listener, script, alarm
-        self._visitors: list[Conversation] = []
-        self._calls: dict[int, Conversation] = {}  # by the rank that we call
-        self._strangers = 0
-
-    def call(self, rank: int, host: str, port: int, script: Script) -> None:
-        """Start to dial a rank at an address in digits; `links` yields its link."""
-        family, address = resolve(host, port, Deadline(0))[0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        sock.connect_ex(
-            address
-        )  # goes on in the background; `advance` sees the outcome
-        self._calls[rank] = Conversation(sock, address, script, HANDSHAKE_SECONDS)
-
-    def links(self, deadline: Deadline) -> Iterator[tuple[Hello | None, Link]]:
-        """Yields each link as its handshake ends, with who knocked (None: we called).
-
-        Ends at the deadline. Raises: PeerLost if a call of ours fails, the alarm's
-        error if the group fails.
-        """
-        while self._wait(deadline):
-            self._let_in()
-            for rank, call in list(self._calls.items()):
-                try:
-                    done = call.advance()
-                except (HandshakeError, OSError) as exc:
-                    raise PeerLost(f"{shown(call.address)}: {exc}", rank) from exc
-                if done:
-                    yield None, Link(self._calls.pop(rank).sock, rank)
-            for visitor in list(self._visitors):
-                try:
-                    if hello := visitor.advance():
-                        self._visitors.remove(visitor)
-                        yield hello, Link(visitor.sock, hello.rank)
-                    elif not visitor.deadline.left():
-                        seconds = f"{HANDSHAKE_SECONDS:g} s"
-                        self._drop(visitor, f"no handshake within {seconds}")
-                except (HandshakeError, OSError) as exc:
-                    self._drop(visitor, str(exc))
-
-    def waiting_for(self) -> list[tuple[int, str]]:
-        """The calls that nobody has answered yet: (rank, address)."""
-        return [(rank, shown(call.address)) for rank, call in self._calls.items()]
-
-    def close(self) -> None:
-        for conversation in [*self._visitors, *self._calls.values()]:
-            conversation.sock.close()
-        self._listener.close()
-
-    def _wait(self, deadline: Deadline) -> bool:
-        """Sleep until something happens or a visitor's time is up; False at the
-        deadline."""
-        poll = select.poll()
-        poll.register(self._alarm, select.POLLIN)
-        poll.register(self._listener, select.POLLIN)
-        for conversation in [*self._visitors, *self._calls.values()]:
-            poll.register(conversation, conversation.events)
-        patience = [deadline.left(), *(v.deadline.left() for v in self._visitors)]
-        poll.poll(min(patience) * 1000 + 1)
-        if self._alarm.error:
-            raise self._alarm.error
-        return deadline.left() > 0
-
-    def _let_in(self) -> None:
-        while connection := self._listener.accept():
-            visitor = Conversation(*connection, self._script(), HANDSHAKE_SECONDS)
-            self._visitors.append(visitor)
-            if len(self._visitors) > PENDING_CONNECTIONS:
-                self._drop(self._visitors[0], "too many connections are pending")
-
-    def _drop(self, visitor: Conversation, why: str) -> None:
-        if visitor in self._visitors:
-            self._visitors.remove(visitor)
-        visitor.sock.close()
-        self._strangers += 1
-        if self._strangers <= LOGGED_STRANGERS:
-            where = f"{shown(visitor.address)} at port {self._listener.port}"
-            log.warning("dropped a connection from %s: %s", where, why)
-
-
-def dial(
-    host: str, port: int, script: Callable[[str], Script], deadline: Deadline
-) -> Link:
-    """A link to rank 0, which may not be there yet: tries until the deadline.
-
-    `script(local_host)` makes the handshake, once it is known from which of our
-    addresses rank 0 is reached.
-
-    Raises: PeerTimeout if nobody listens before the deadline; UsageError if somebody
-    does but the handshake fails.
-    """
-    last: OSError | None = None
-    addresses = resolve(host, port, deadline)
-    for family, address in itertools.cycle(addresses):
-        if not deadline.left():
-            break
-        try:
-            sock = _connect(family, address, deadline)
-        except OSError as exc:
-            last = exc
-            time.sleep(min(RETRY_SECONDS, deadline.left()))
-            continue
-        try:
-            hello = _converse(sock, address, script(sock.getsockname()[0]), deadline)
-        except HandshakeError as exc:
-            sock.close()
-            raise UsageError(f"{shown(address)} turned this rank away: {exc}") from exc
-        except OSError as exc:  # rank 0's machine dropped us before anybody answered
-            sock.close()
-            last = exc
-            continue
-        if hello:
-            return Link(sock, 0)
-        sock.close()
-    why = last.strerror if last and last.strerror else "it accepts but does not answer"
-    raise PeerTimeout(f"no answer from {shown((host, port))}: {why}", 0) from last
-
-
-def _connect(family: int, address: Address, deadline: Deadline) -> socket.socket:
-    """A connected socket. Raises: OSError."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(deadline.left() or 1e-3)
-        sock.connect(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
-def _converse(
-    sock: socket.socket, address: Address, script: Script, deadline: Deadline
-) -> Hello | None:
-    """Carry one handshake to its end; None if the deadline came first."""
-    conversation = Conversation(sock, address, script, deadline.left())
-    while (hello := conversation.advance()) is None:
-        poll = select.poll()
-        poll.register(conversation, conversation.events)
-        if not poll.poll(deadline.left() * 1000):
-            return None
-    return hello

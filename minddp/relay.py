@@ -1,37 +1,38 @@
 """What the launcher shows of n ranks: whole lines, tagged, and the first failure first.
 
-n programs write into one terminal. Every byte passes through here; this file decides what is
-shown, and knows no pipes and no processes:
+n programs write to one terminal. Every byte passes through here. This file decides what
+is shown of it, and knows no pipes and no processes:
 
-    rank 0  stdout  --bytes-->  Lines  ------------------------>  [rank 0] epoch 1
-    rank 1  stderr  --bytes-->  Lines  -->  Stderr  ----------->  [rank 1] a warning
-                                            |  keeps tracebacks
-                                            v
-            exit codes  ------------->  report(endings)  ------>  minddp run: rank 1 failed
-                                                                  first, exit code 1 (...)
+    rank 0 stdout --bytes--> Lines ---------------------> [rank 0] epoch 1
+    rank 1 stderr --bytes--> Lines --> Stderr ----------> [rank 1] a warning
+                                          |
+                                          | tracebacks
+                                          v
+           exit codes --------> report(endings) --------> minddp run: rank 1 failed
+                                                          first, exit code 1 (...)
 
 Rule 1.  A line is shown whole or not at all, so that lines of two ranks never mix.
 Rule 2.  What a carriage return has overwritten was a draft: only the last one counts. A
-         progress bar is a line that is still being drafted, and a terminal shows it at its
+         progress bar is a line that is still being drafted; a terminal shows it at its
          foot (`repaint`).
-Rule 3.  A traceback waits. When one rank fails, its neighbors lose it and fail as well, often
-         sooner than it has died itself; n tracebacks in the order of arrival bury the one
-         that matters. So a traceback is kept until its rank has ended, at most 2 seconds: a
-         rank that lives longer has only logged it.
+Rule 3.  A traceback waits. If one rank fails, its neighbors lose it and fail as well,
+         and n tracebacks in order of arrival would bury the one that matters. So it is
+         kept until its rank has ended, or for 2 seconds: a rank that lives on has only
+         logged it.
 
-Who failed first?  Of the ranks that failed for a reason of their own, the one that ended
-first. A rank whose last exception is a PeerError (errors.py) says itself that another one is
-the cause.
+Who failed first?  Of the ranks that failed for a reason of their own, the one that
+ended first. A rank whose last exception is a PeerError (errors.py) says itself that the
+cause is another one.
 
-    rank 0   ends first   PeerLost: rank 0 lost rank 1 ...          a consequence
-    rank 1   ends next    ZeroDivisionError: division by zero       failed first
-    rank 2   stopped      still waited, and was ended by us         not a failure
+    rank 0   ends first   PeerLost: rank 0 lost rank 1 ...       a consequence
+    rank 1   ends next    ZeroDivisionError: division by zero    failed first
+    rank 2   is stopped   was still waiting for the others       no failure
 
-In PyTorch: `record` and `ChildFailedError` (torch/distributed/elastic/multiprocessing/errors),
+In PyTorch: `record` and `ChildFailedError` (torch/distributed/elastic/multiprocessing),
 which go by time alone.
 
-Left out: log files per rank (redirect inside the script), colors, and unfinished lines other
-than progress bars: a prompt appears when its line ends.
+Left out: a log file per rank, colors, and unfinished lines other than bars (a prompt is
+shown when its line ends).
 """
 
 import signal
@@ -84,7 +85,7 @@ def _last_draft(line: bytes) -> bytes:
 
 
 class Stderr:
-    """The lines of one rank's stderr, of which a traceback is kept until it is understood."""
+    """The lines of one rank's stderr; a traceback is kept until it is understood."""
 
     def __init__(self) -> None:
         self.traceback: list[bytes] = []  # the latest, with all that followed it
@@ -94,7 +95,7 @@ class Stderr:
 
     def feed(self, lines: Sequence[bytes], now: float) -> list[bytes]:
         """Those of these lines that can be shown at once."""
-        shown = []
+        shown: list[bytes] = []
         for line in lines:
             if not self.kept and _opens_traceback(line):
                 self.traceback, self.kept, self._since = [], True, now
@@ -187,11 +188,11 @@ def first_failure(endings: Sequence[Ending]) -> Ending | None:
     """The rank to look at first, of `endings` in the order in which they came."""
     failures = [ending for ending in endings if ending.failed]
     causes = [ending for ending in failures if not ending.is_consequence]
-    return (causes or failures or [None])[0]
+    return next(iter(causes or failures), None)
 
 
 def report(endings: Sequence[Ending]) -> bytes:
-    """What to print at the end: the first failure with its traceback, then one line each."""
+    """What to print at the end: the first failure, then a line for each other rank."""
     first = first_failure(endings)
     if first is None:
         return b""
@@ -246,5 +247,5 @@ def repaint(pieces: Sequence[Piece], before: bytes, after: bytes) -> list[Piece]
 
 
 def fitted(bar: bytes, columns: int) -> bytes:
-    """A bar that leaves the last column free: were it to wrap, it could not be erased."""
+    """A bar that leaves the last column free: once wrapped it could not be erased."""
     return bar.decode(errors="replace")[: columns - 1].encode()

@@ -35,15 +35,14 @@ from minddp.control import Control
 from minddp.environment import Job
 from minddp.errors import PeerError, PeerTimeout, UsageError
 from minddp.handshake import CONTROL, RING, Hello, Script, answer, introduce
+from minddp.lobby import Lobby, dial
 from minddp.net import (
     Alarm,
     Deadline,
     Link,
     Listener,
-    Lobby,
     RingLinks,
     adopt,
-    dial,
     interface_address,
     listen,
     listen_in_range,
@@ -219,7 +218,7 @@ def require_token(host: str, port: int, token: bytes, deadline: Deadline) -> Non
         return
     raise UsageError(
         f"MASTER_ADDR={host} can be reached from other machines, and anybody who "
-        "reaches the port could join. So the job needs a token. Make one and set it on every "
-        "machine:\n  export MINDDP_TOKEN=$(python3 -c "
+        "reaches the port could join. So the job needs a token. Make one and set it on "
+        "every machine:\n  export MINDDP_TOKEN=$(python3 -c "
         "'import secrets; print(secrets.token_hex(32))')"
     )

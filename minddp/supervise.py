@@ -1,36 +1,37 @@
-"""Supervise n processes: start them, move their output, pass signals on, leave nothing behind.
+"""Supervise n processes: start them, move what they say, and leave nothing behind.
 
-One loop around one `select`. Whatever can happen makes a descriptor ready, or is a deadline:
+One loop around one `select`. Whatever happens makes a descriptor ready, or is a time:
 
-    a rank has written        its pipe       -->  relay.py decides what is shown  --> queue
-    there is room to write    our stdout     <--  the queue, a piece at a time
-    a signal has come         wake-up pipe   -->  SIGCHLD: a rank has ended
-                                                  SIGINT, SIGTERM, SIGHUP: pass it on
-    patience has run out      the timeout    -->  send the next order
+    a rank has written     its pipe       --> relay.py decides what is shown --> queue
+    there is room          our stdout     <-- the queue, a piece at a time
+    a signal has come      wake-up pipe   --> SIGCHLD: a rank has ended
+                                              SIGINT, SIGTERM, SIGHUP: pass it on
+    patience has run out   the timeout    --> send the next order
 
 How a job ends before its time:
 
-    a rank fails     --2 s-->  SIGTERM  --2 s-->  SIGKILL      the others may still end by
-                                                               themselves, and say why
-    we are signaled  --------> the same signal  --2 s-->  SIGKILL       a second one: at once
+    a rank fails  --2 s-->  SIGTERM  --2 s-->  SIGKILL       the others may end by
+                                                             themselves, and say why
+    a signal      ------->  the same --2 s-->  SIGKILL       a second signal: at once
 
-Rule 1.  Nothing blocks except `select`. A write to a slow reader would otherwise keep a
-         Ctrl-C waiting. While the queue is full the ranks' pipes are not read: then the ranks
-         wait for that reader, as they would without us, and no byte is lost.
-Rule 2.  Every rank leads a session, and so a process group, of its own. A signal reaches a
-         rank with all that it has started, and a Ctrl-C of the terminal reaches only us.
-Rule 3.  The ranks do not outlive us. Linux kills them even if we are killed by SIGKILL
-         (PR_SET_PDEATHSIG, prctl(2)). On other systems they go on until they miss a rank.
+Rule 1.  Nothing blocks except `select`: else a slow reader of our output would keep a
+         Ctrl-C waiting. While the queue is full the ranks' pipes are not read. Then the
+         ranks wait for that reader, as they would without us, and no byte is lost.
+Rule 2.  Every rank leads a session of its own, and so a process group. A signal reaches
+         it with all that it has started; a Ctrl-C of the terminal reaches only us.
+Rule 3.  The ranks do not outlive us. Linux kills them even if we die of SIGKILL (see
+         PR_SET_PDEATHSIG in prctl(2)). On other systems they run on until they miss
+         each other.
 
-Invariant.  When `supervise` returns or raises, every rank has been reaped, its group has been
-killed and its pipes are closed.
+Invariant.  When `supervise` returns or raises, every rank is reaped, its group is
+killed, and its pipes are closed.
 
-In PyTorch: `PContext` and the agent's loop (torch/distributed/elastic), which polls ten times
-a second; here an end is seen at once.
+In PyTorch: `PContext` and the agent's loop (torch/distributed/elastic), which looks ten
+times a second; here an end is seen at once.
 
-Left out: a terminal's stop key (Ctrl-Z stops us, the ranks run on until their pipes are full),
-standard input (n readers of one terminal would take each other's lines), and machines with
-more than 500 ranks (select ends at descriptor 1,023).
+Left out: Ctrl-Z (it stops us only; the ranks run on until their pipes are full),
+standard input (n readers of one terminal would take each other's lines), and machines
+with more than 500 ranks (`select` ends at descriptor 1,023).
 """
 
 import ctypes
@@ -42,11 +43,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
 from minddp.errors import MindDPError, UsageError
+from minddp.net import Listener
 from minddp.relay import (
     ERR,
     OUT,
@@ -82,58 +84,319 @@ def supervise(
     program: Sequence[str],
     environments: Sequence[dict[str, str]],
     first_rank: int = 0,
-    listen_fd: int | None = None,
+    listener: Listener | None = None,
 ) -> Outcome:
-    """Run the program once in each environment, as ranks first_rank, first_rank + 1, ...
+    """Run the program in each environment, as ranks first_rank, first_rank + 1, ...
 
-    Rank 0 inherits `listen_fd`. Works in the main thread only, for it takes signals.
+    The first of them inherits the listener. Ours is closed then: if that rank dies, the
+    others must be refused and not wait in a queue that nobody serves.
 
-    Raises: UsageError if the program cannot be started, MindDPError if the output cannot be
+    Works in the main thread only, for it takes signals.
+
+    Raises: UsageError if the program cannot be started, MindDPError if output cannot be
     written. No rank is left then.
     """
     with _signals_as_bytes() as wakeup:
         supervisor = Supervisor(wakeup)
         try:
             for rank, env in enumerate(environments, first_rank):
-                fds = (listen_fd,) if listen_fd is not None and rank == 0 else ()
-                supervisor.ranks.append(RankProcess(rank, program, env, fds))
+                supervisor.alive.append(RankProcess(rank, program, env, listener))
+                if listener is not None:
+                    listener.close()
+                    listener = None
             return supervisor.run()
-        except OSError as exc:
-            raise UsageError(f"cannot start {program[0]}: {exc.strerror}") from exc
         finally:
             supervisor.close()
 
 
 class RankProcess:
-    """One rank: its process, the two pipes it writes into, and what came out of them."""
+    """One rank: its process, the pipes it writes into, and what came out of them."""
 
     def __init__(
         self,
         rank: int,
         program: Sequence[str],
         env: dict[str, str],
-        pass_fds: tuple[int, ...] = (),
+        listener: Listener | None = None,
     ):
         self.rank = rank
-        self.stderr = Stderr()
         self.lines = {OUT: Lines(), ERR: Lines()}
-        self.pipes: dict[int, int] = {}  # the end that we read -> OUT or ERR
-        own_ends = []
-        for target in (OUT, ERR):
-            read_end, write_end = os.pipe()
-            self.pipes[read_end] = target
-            own_ends.append(write_end)
+        self.stderr = Stderr()
         try:
             self.process = subprocess.Popen(
                 program,
                 env=env,
+                bufsize=0,
                 stdin=subprocess.DEVNULL,
-                stdout=own_ends[0],
-                stderr=own_ends[1],
-                pass_fds=pass_fds,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[] if listener is None else [listener.fileno()],
                 start_new_session=True,
                 preexec_fn=_dies_with_us(),
             )
-        finally:
-            for fd in own_ends:
-                os.close(fd)
+        except OSError as exc:
+            raise UsageError(f"cannot start {program[0]}: {exc.strerror}") from exc
+        out, err = self.process.stdout, self.process.stderr
+        assert out and err, "PIPE makes both"
+        self.files = {OUT: out, ERR: err}
+        self.pipes = {out.fileno(): OUT, err.fileno(): ERR}  # those not at their end
+        for fd in self.pipes:
+            os.set_blocking(fd, False)
+
+    def read(self, fd: int, size: int) -> list[Piece]:
+        """What one read from a pipe adds to the output; at its end, the last line."""
+        target = self.pipes[fd]
+        try:
+            data = os.read(fd, size)
+        except BlockingIOError:
+            return []
+        if data:
+            return self.show(target, self.lines[target].feed(data))
+        return self.finish(fd)
+
+    def finish(self, fd: int) -> list[Piece]:
+        """The last line of a pipe, which is then read no more."""
+        target = self.pipes.pop(fd)
+        return self.show(target, self.lines[target].finish())
+
+    def drain(self) -> list[Piece]:
+        """All that an ended rank has left in its pipes.
+
+        Their end need not come: a process that has left the group may hold them open.
+        """
+        pieces = []
+        for fd in list(self.pipes):
+            pieces += self.read(fd, PIPE_BYTES)
+            if fd in self.pipes:
+                pieces += self.finish(fd)
+        return pieces
+
+    def show(self, target: int, lines: list[bytes]) -> list[Piece]:
+        """These lines, tagged, except for those that are kept back."""
+        if target == ERR:
+            lines = self.stderr.feed(lines, time.monotonic())
+        return [(target, tagged(self.rank, lines))] if lines else []
+
+    def send(self, signum: int) -> None:
+        """Signal the rank and all that it has started."""
+        # The group may be empty; if only a zombie is left, macOS says "not permitted".
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signum)
+
+    def close(self) -> None:
+        """Kill what is left of the group, reap the rank, close the pipes."""
+        self.send(signal.SIGKILL)
+        self.process.wait()
+        for file in self.files.values():
+            file.close()
+
+
+class Supervisor:
+    """The loop and what it knows: who is alive, how others ended, what comes next."""
+
+    def __init__(self, wakeup: int):
+        self.wakeup = wakeup
+        self.alive: list[RankProcess] = []
+        self.endings: list[Ending] = []  # in the order in which they came
+        self.queue: deque[Piece] = deque()  # to be written
+        self.orders: list[tuple[float, int]] = []  # signals to be sent, and when
+        self.stopping = False  # one has been sent: who ends now, ends because of us
+        self.signaled = 0  # the signal by which the user ended the job
+        self.lost: OSError | None = None  # why our output cannot be written
+        self.leave_at = float("inf")  # when to give up on a reader that takes nothing
+        self.bar = b""  # on the last line of the terminal now
+        self.on_terminal = os.isatty(ERR)
+
+    def run(self) -> Outcome:
+        """Supervise until every rank has ended and all that they said is written."""
+        while self.alive:
+            self._step()
+        if not self.signaled:
+            self._show([(ERR, report(self.endings))])
+        elif self.lost is None:
+            name = signal.Signals(self.signaled).name
+            self._show([(ERR, say(f"stopped by {name}; every rank has ended."))])
+        while self.queue and time.monotonic() < self.leave_at:
+            self._step()
+        if self.lost is not None and not isinstance(self.lost, BrokenPipeError):
+            raise MindDPError(
+                f"cannot write output: {self.lost.strerror}"
+            ) from self.lost
+        return self._outcome()
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever has gone wrong."""
+        while self.alive:
+            self.alive.pop().close()
+
+    def _outcome(self) -> Outcome:
+        if self.signaled:
+            return Outcome(128 + self.signaled, interrupted=True)
+        first = first_failure(self.endings)
+        return Outcome(first.exit_code if first else 0, interrupted=False)
+
+    # ---- One turn of the loop ----
+
+    def _step(self) -> None:
+        pipes = {fd: rank for rank in self.alive for fd in rank.pipes}
+        reads = [*pipes] if len(self.queue) < QUEUE_LIMIT else []
+        writes = [self.queue[0][0]] if self.queue else []
+        readable, writable, _ = select.select(
+            [self.wakeup, *reads], writes, [], self._patience()
+        )
+        for fd in reads:
+            if fd in readable:
+                self._show(pipes[fd].read(fd, READ_BYTES))
+        if writable:
+            self._write()
+        # Last, for it closes the pipes of ranks that have ended.
+        if self.wakeup in readable:
+            self._take_signals()
+        self._act_in_time()
+
+    def _patience(self) -> float | None:
+        """Seconds until something must be done even if nothing happens."""
+        now = time.monotonic()
+        waits = [rank.stderr.waits(now) for rank in self.alive if not self.stopping]
+        waits += [when - now for when, _ in self.orders]
+        waits += [self.leave_at - now] if self.signaled else []
+        return min((max(0.0, wait) for wait in waits if wait is not None), default=None)
+
+    def _act_in_time(self) -> None:
+        now = time.monotonic()
+        while self.orders and self.orders[0][0] <= now:
+            self._send(self.orders.pop(0)[1])
+        if self.stopping:
+            return  # the tracebacks of ranks that are being stopped are not news
+        for rank in self.alive:
+            if lines := rank.stderr.overdue(now):
+                self._show([(ERR, tagged(rank.rank, lines))])
+
+    # ---- Output ----
+
+    def _show(self, pieces: list[Piece]) -> None:
+        bar = self._bar_now()
+        if self.lost is None:
+            self.queue += repaint(pieces, self.bar, bar)
+        self.bar = bar
+
+    def _bar_now(self) -> bytes:
+        """The bar of rank 0, if this machine has rank 0 and a terminal."""
+        for rank in self.alive:
+            if rank.rank == 0 and self.on_terminal:
+                draft = rank.lines[ERR].draft
+                bar = tagged(0, [draft]).rstrip(b"\n") if draft.strip() else b""
+                return fitted(bar, os.get_terminal_size(ERR).columns)
+        return b""
+
+    def _write(self) -> None:
+        """Write as much of the first piece as cannot block: PIPE_BUF bytes, pipe(7)."""
+        target, data = self.queue[0]
+        try:
+            written = os.write(target, data[: select.PIPE_BUF])
+        except BlockingIOError:
+            return  # somebody else, who shares the pipe, was faster
+        except OSError as exc:
+            self.lost = exc
+            self.queue.clear()
+            self._stop(signal.SIGPIPE, send=signal.SIGTERM)
+            return
+        self.queue[0] = target, data[written:]
+        if written == len(data):
+            self.queue.popleft()
+
+    # ---- Signals and endings ----
+
+    def _take_signals(self) -> None:
+        for signum in os.read(self.wakeup, 4096):
+            if signum == signal.SIGCHLD:
+                self._look_who_ended()
+            else:
+                self._stop(signum, send=signum)
+
+    def _look_who_ended(self) -> None:
+        # All of them: signals of the same kind that come together arrive as one.
+        for rank in list(self.alive):
+            if rank.process.poll() is not None:
+                self._bury(rank)
+
+    def _bury(self, rank: RankProcess) -> None:
+        pieces = rank.drain()
+        ending = Ending(rank.rank, rank.process.returncode, rank.stderr, self.stopping)
+        if not ending.failed and not self.stopping:
+            pieces.append((ERR, tagged(rank.rank, rank.stderr.release())))
+        self._show(pieces)
+        self.alive.remove(rank)
+        self.endings.append(ending)
+        rank.close()
+        if ending.failed and not self.orders:
+            now = time.monotonic()
+            self.orders = [
+                (now + GRACE_SECONDS, signal.SIGTERM),
+                (now + 2 * GRACE_SECONDS, signal.SIGKILL),
+            ]
+
+    def _stop(self, signum: int, send: int) -> None:
+        """End the job because of a signal; if it is the second one, at once."""
+        now = time.monotonic()
+        if self.signaled:
+            grace = 0.0
+        else:
+            self.signaled, grace = signum, GRACE_SECONDS
+            self._send(send)
+        self.orders = [(now + grace, signal.SIGKILL)]
+        self.leave_at = now + grace + 0.5
+
+    def _send(self, signum: int) -> None:
+        self.stopping = True
+        for rank in self.alive:
+            rank.send(signum)
+
+
+# ---- What the operating system needs ----
+
+
+@contextmanager
+def _signals_as_bytes() -> Iterator[int]:
+    """A descriptor from which each signal is read as one byte, its number.
+
+    So a signal is one more thing that `select` sees, and no handler has to be careful.
+    """
+    wakeup, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # Python insists, for handlers must not block
+    before = {signum: signal.signal(signum, _ignore) for signum in _our_signals()}
+    previous = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    try:
+        yield wakeup
+    finally:
+        signal.set_wakeup_fd(previous)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        os.close(wakeup)
+        os.close(write_end)
+
+
+def _our_signals() -> list[signal.Signals]:
+    """Those that end a job, and SIGCHLD; not SIGHUP under `nohup`, which ignores it."""
+    ours = [signal.SIGCHLD, signal.SIGINT, signal.SIGTERM]
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return ours if ignored else [*ours, signal.SIGHUP]
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """The byte in the wake-up pipe has said it all."""
+
+
+def _dies_with_us() -> Callable[[], None] | None:
+    """What a rank does between fork and exec, so as not to outlive the launcher."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # looked up before the fork: afterwards is unsafe
+    launcher = os.getpid()
+
+    def tie() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it has died already, and nobody told us
+            os._exit(1)
+
+    return tie

@@ -34,10 +34,10 @@ Result = TypeVar("Result")
 
 
 class MemoryQueue:
-    """One direction of a link from rank `source` to rank `target`, holding `capacity`
-    bytes.
+    """One direction of a link, from rank `source` to rank `target`.
 
-    `cut_after` (bytes): the link breaks once so many have passed; None: never.
+    `capacity`: the bytes it holds. `cut_after`: the bytes after which it breaks (None:
+    never). What is put into a broken queue is lost; its reader finds it closed.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class MemoryQueue:
         if self.closed:
             raise PeerLost("connection closed", self.target)
         count = self._some(min(len(data), self._capacity - len(self._held)))
-        if self._budget is not None:
-            count = min(count, self._budget)
-            self._budget -= count
-            self.closed = self._budget == 0
-        self._held += data[:count]
+        if self._budget is None:
+            self._held += data[:count]
+        else:
+            self._held += data[: min(count, self._budget)]
+            self._budget = max(0, self._budget - count)
         return count
 
     def take_some(self, buffer: bytearray | memoryview) -> int:
-        if self.closed and not self._held:
+        if not self._held and (self.closed or self._budget == 0):
             raise PeerLost("connection closed", self.source)
         count = self._some(min(len(buffer), len(self._held)))
         buffer[:count] = self._held[:count]
@@ -72,7 +72,7 @@ class MemoryQueue:
         return self.closed or len(self._held) < self._capacity
 
     def can_take(self) -> bool:
-        return self.closed or bool(self._held)
+        return self.closed or self._budget == 0 or bool(self._held)
 
     def _some(self, count: int) -> int:
         """Any part of what is possible; none of it is as if it were still on its

@@ -98,27 +98,22 @@ def who_is_missing(
     front = max(pulse.entered for pulse in pulses.values())
     behind = min(pulses, key=lambda rank: pulses[rank].entered)
     if pulses[silent].silence > 2 * beat_seconds:
-        culprit, why = (
-            silent,
-            (
-                f"rank {silent} is not responding: no sign of life for "
-                f"{pulses[silent].silence:.1f} s. Is it stopped, or its host cut off?"
-            ),
+        culprit = silent
+        why = (
+            f"rank {silent} is not responding: no sign of life for "
+            f"{pulses[silent].silence:.1f} s. Is it stopped, or its host cut off?"
         )
     elif pulses[behind].entered < front:
-        culprit, why = (
-            behind,
-            (
-                f"rank {behind} is alive but has not entered collective #{front}; its "
-                f"latest is #{pulses[behind].entered}. Is it slower, or does it take another "
-                "way through the program?"
-            ),
+        culprit = behind
+        why = (
+            f"rank {behind} is alive but has not entered collective #{front}; its "
+            f"latest is #{pulses[behind].entered}. Is it slower, or on another way "
+            "through the program?"
         )
     else:
         return accusation
-    return replace(
-        accusation, culprit=culprit, text=f"{why} Noticed as {accusation.text}"
-    )
+    text = f"{why} Noticed as {accusation.text}"
+    return replace(accusation, culprit=culprit, text=text)
 
 
 def who_did_not_come(accusation: Accusation, n: int, came: Sequence[int]) -> Accusation:

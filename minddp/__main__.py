@@ -1,0 +1,58 @@
+"""The command line: `minddp run` and `minddp bench`; also `python -m minddp run`.
+
+Rule.  A mistake in the call is one message on stderr and exit code 2; an interrupt is
+       exit code 130. A traceback is for mistakes of ours.
+
+A command is imported when it is called: starting ranks need not wait for what trains.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from minddp.errors import MindDPError, UsageError
+
+HELP = """\
+minddp: distributed data-parallel training, small enough to read
+
+  minddp run -n 2 train.py ...    run a script as the ranks of one job
+  minddp bench all-reduce ...     time collectives or training steps
+
+  minddp COMMAND --help           the options of a command
+  minddp --version
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of a command; argv: what follows `minddp` (default: sys.argv)."""
+    try:
+        return _command(list(sys.argv[1:] if argv is None else argv))
+    except MindDPError as exc:
+        print(f"minddp: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, UsageError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(argv: list[str]) -> int:
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command == "run":
+        from minddp import launch
+
+        return launch.main(rest)
+    if command == "bench":
+        from minddp import bench
+
+        return bench.main(rest)
+    if command == "--version":
+        from importlib.metadata import version
+
+        print(f"minddp {version('minddp')}")
+        return 0
+    if command in ("--help", "-h", "help"):
+        print(HELP, end="")
+        return 0
+    raise UsageError(f"there is no command {command!r}; `minddp --help` lists them.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

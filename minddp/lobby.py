@@ -1,0 +1,229 @@
+"""The lobby: where connections become links. Answers all who knock, dials whom we call.
+
+                 listen                      .-- stranger: dropped within 5 s
+    rank 0  ---------------  Lobby  <--------+-- rank 1: handshake -> Link
+                                             '-- rank 2: handshake -> Link
+
+One poll loop drives all handshakes (handshake.py) at once, for two reasons. A stranger
+who says nothing must delay nobody. And when the ring is built every rank dials its
+right neighbour and answers its left one: done one after the other, all would wait for
+ever.
+
+Rule.  While a connection is no link it may cost 5 seconds, 256 bytes and one of 64
+places; then it is dropped, with one line in the log.
+
+In PyTorch: the accept loop of gloo's transport/tcp/listener.cc; strangers are not
+expected.
+
+Left out: blocking an address that keeps knocking.
+"""
+
+import itertools
+import logging
+import select
+import time
+from collections.abc import Callable, Iterator
+
+from minddp.errors import PeerLost, PeerTimeout, UsageError
+from minddp.handshake import HandshakeError, Hello, Script, Stranger
+from minddp.net import (
+    Address,
+    Alarm,
+    Deadline,
+    Link,
+    Listener,
+    Socket,
+    connect,
+    resolve,
+    shown,
+    start_connecting,
+)
+
+log = logging.getLogger("minddp")
+
+HANDSHAKE_SECONDS = 5.0  # what a stranger may cost
+PENDING_CONNECTIONS = 64  # strangers at the same time; beyond it the oldest is dropped
+RETRY_SECONDS = 0.05  # between two attempts to reach a rank 0 that is not there yet
+LOGGED_STRANGERS = 20  # after so many, strangers are dropped without a line
+
+
+class Conversation:
+    """A handshake under way on one socket (`script` is a generator of handshake.py)."""
+
+    def __init__(self, sock: Socket, address: Address, script: Script, seconds: float):
+        sock.setblocking(False)
+        self.sock, self.address, self._script = sock, address, script
+        self.deadline = Deadline(seconds)
+        self._outbox, self._wanted = next(script)
+        self._inbox = b""
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    @property
+    def events(self) -> int:
+        return select.POLLOUT if self._outbox else select.POLLIN
+
+    def advance(self) -> Hello | None:
+        """Say and hear what the socket allows; at the end, who the caller is.
+
+        Raises: HandshakeError or OSError; the connection is then of no more use.
+        """
+        try:
+            while True:
+                if self._outbox:
+                    self._outbox = self._outbox[self.sock.send(self._outbox) :]
+                elif len(self._inbox) < self._wanted:
+                    self._inbox += self._read(self._wanted - len(self._inbox))
+                else:
+                    self._outbox, self._wanted = self._script.send(self._inbox)
+                    self._inbox = b""
+        except BlockingIOError:
+            return None
+        except StopIteration as end:
+            hello: Hello = end.value
+            return hello
+
+    def _read(self, count: int) -> bytes:
+        data = self.sock.recv(count)
+        if not data:
+            got = f"{len(self._inbox)} of {self._wanted} bytes"
+            raise Stranger(f"closed the connection after {got} of the handshake")
+        return data
+
+
+class Lobby:
+    """Where connections become links: answers all who knock and dials whom we call, at
+    once.
+
+    One poll loop drives every handshake, so that a silent stranger delays nobody, and
+    so that ranks which all dial their right neighbour can also answer their left one.
+    """
+
+    def __init__(self, listener: Listener, script: Callable[[], Script], alarm: Alarm):
+        self._listener, self._script, self._alarm = listener, script, alarm
+        self._visitors: list[Conversation] = []
+        self._calls: dict[int, Conversation] = {}  # by the rank that we call
+        self._strangers = 0
+
+    def call(self, rank: int, host: str, port: int, script: Script) -> None:
+        """Start to dial a rank at an address in digits; `links` yields its link."""
+        family, address = resolve(host, port, Deadline(0))[0]
+        sock = start_connecting(family, address)
+        self._calls[rank] = Conversation(sock, address, script, HANDSHAKE_SECONDS)
+
+    def links(self, deadline: Deadline) -> Iterator[tuple[Hello | None, Link]]:
+        """Yields each link as its handshake ends, with who knocked (None: we called).
+
+        Ends at the deadline. Raises: PeerLost if a call of ours fails, the alarm's
+        error if the group fails.
+        """
+        while self._wait(deadline):
+            self._let_in()
+            for rank, call in list(self._calls.items()):
+                try:
+                    done = call.advance()
+                except (HandshakeError, OSError) as exc:
+                    raise PeerLost(f"{shown(call.address)}: {exc}", rank) from exc
+                if done:
+                    yield None, Link(self._calls.pop(rank).sock, rank)
+            for visitor in list(self._visitors):
+                try:
+                    if hello := visitor.advance():
+                        self._visitors.remove(visitor)
+                        yield hello, Link(visitor.sock, hello.rank)
+                    elif not visitor.deadline.left():
+                        seconds = f"{HANDSHAKE_SECONDS:g} s"
+                        self._drop(visitor, f"no handshake within {seconds}")
+                except (HandshakeError, OSError) as exc:
+                    self._drop(visitor, str(exc))
+
+    def waiting_for(self) -> list[tuple[int, str]]:
+        """The calls that nobody has answered yet: (rank, address)."""
+        return [(rank, shown(call.address)) for rank, call in self._calls.items()]
+
+    def close(self) -> None:
+        for conversation in [*self._visitors, *self._calls.values()]:
+            conversation.sock.close()
+        self._listener.close()
+
+    def _wait(self, deadline: Deadline) -> bool:
+        """Sleep until something happens or a visitor's time is up; False at the
+        deadline."""
+        poll = select.poll()
+        poll.register(self._alarm, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
+        for conversation in [*self._visitors, *self._calls.values()]:
+            poll.register(conversation, conversation.events)
+        patience = [deadline.left(), *(v.deadline.left() for v in self._visitors)]
+        poll.poll(min(patience) * 1000 + 1)
+        if self._alarm.error:
+            raise self._alarm.error
+        return deadline.left() > 0
+
+    def _let_in(self) -> None:
+        while connection := self._listener.accept():
+            visitor = Conversation(*connection, self._script(), HANDSHAKE_SECONDS)
+            self._visitors.append(visitor)
+            if len(self._visitors) > PENDING_CONNECTIONS:
+                self._drop(self._visitors[0], "too many connections are pending")
+
+    def _drop(self, visitor: Conversation, why: str) -> None:
+        if visitor in self._visitors:
+            self._visitors.remove(visitor)
+        visitor.sock.close()
+        self._strangers += 1
+        if self._strangers <= LOGGED_STRANGERS:
+            where = f"{shown(visitor.address)} at port {self._listener.port}"
+            log.warning("dropped a connection from %s: %s", where, why)
+
+
+def dial(
+    host: str, port: int, script: Callable[[str], Script], deadline: Deadline
+) -> Link:
+    """A link to rank 0, which may not be there yet: tries until the deadline.
+
+    `script(local_host)` makes the handshake, once it is known from which of our
+    addresses rank 0 is reached.
+
+    Raises: PeerTimeout if nobody listens before the deadline; UsageError if somebody
+    does but the handshake fails.
+    """
+    last: OSError | None = None
+    addresses = resolve(host, port, deadline)
+    for family, address in itertools.cycle(addresses):
+        if not deadline.left():
+            break
+        try:
+            sock = connect(family, address, deadline)
+        except OSError as exc:
+            last = exc
+            time.sleep(min(RETRY_SECONDS, deadline.left()))
+            continue
+        try:
+            hello = _converse(sock, address, script(sock.getsockname()[0]), deadline)
+        except HandshakeError as exc:
+            sock.close()
+            raise UsageError(f"{shown(address)} turned this rank away: {exc}") from exc
+        except OSError as exc:  # rank 0's machine dropped us before anybody answered
+            sock.close()
+            last = exc
+            continue
+        if hello:
+            return Link(sock, 0)
+        sock.close()
+    why = last.strerror if last and last.strerror else "it accepts but does not answer"
+    raise PeerTimeout(f"no answer from {shown((host, port))}: {why}", 0) from last
+
+
+def _converse(
+    sock: Socket, address: Address, script: Script, deadline: Deadline
+) -> Hello | None:
+    """Carry one handshake to its end; None if the deadline came first."""
+    conversation = Conversation(sock, address, script, deadline.left())
+    while (hello := conversation.advance()) is None:
+        poll = select.poll()
+        poll.register(conversation, conversation.events)
+        if not poll.poll(deadline.left() * 1000):
+            return None
+    return hello

@@ -1,0 +1,277 @@
+"""Optimizers: from gradients to new parameters, in place.
+
+    loss.backward()        p.grad.data holds the gradient g
+    optimizer.step()       p.data   -=  lr * direction(g, state of p)
+    optimizer.zero_grad()  p.grad is None again
+
+    SGD      v = m v + g                       direction  v   (g, without momentum)
+    Adam     m = mean of g,  v = mean of g^2   direction  m / (sqrt(v) + eps)
+    AdamW    the same, and p shrinks by lr * weight_decay, apart from the gradient
+
+Rule.  An update depends on p, its gradient and its state, on nothing else. Replicas
+that start with equal bits and see equal gradients therefore stay equal, and DDP has to
+send gradients only, never parameters or optimizer state.
+
+Worked example, SGD with lr = 0.1 and momentum 0.9, a gradient that is always 1:
+
+    step    1        2        3
+    v       1        1.9      2.71
+    p       -0.1     -0.29    -0.561
+
+Invariants.
+1.  Parameters are numbered in the order of the list they came in; state is saved under
+    these numbers. A set is refused: its order differs from process to process.
+2.  A parameter without gradient is skipped, state and all.
+3.  Arrays are written in place, so whoever holds them sees the update.
+
+Cost, as passes over memory per parameter: SGD with momentum 4, Adam 14. State: one
+array as large as the parameter for momentum, two for Adam.
+        [Adam: Kingma & Ba 2015, algorithm 1; AdamW: Loshchilov & Hutter 2019]
+
+In PyTorch: `torch.optim`, with `foreach=False`.
+
+Left out:
+- closures, amsgrad, maximize, and sparse gradients;
+- an lr that is a Tensor: an lr is a number in `param_groups`, which you may change.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from minddp.autograd import Tensor
+from minddp.device import Array, array_module
+from minddp.errors import UsageError
+
+Group: TypeAlias = dict[str, Any]
+
+
+class Optimizer:
+    """What all optimizers share: groups of parameters with settings, and their state.
+
+    `params` is an iterable of Tensors, or one of dicts {"params": ..., "lr": ...}, each
+    of which may override the defaults.
+    """
+
+    def __init__(self, params: Iterable[Any], defaults: Group):
+        self.defaults = defaults
+        self.param_groups: list[Group] = []
+        self.state: dict[Tensor, dict[str, Any]] = {}
+        params = _listed(params)
+        if not params:
+            raise UsageError("optimizer: the list of parameters is empty")
+        if not isinstance(params[0], dict):
+            params = [{"params": params}]
+        for group in params:
+            self.add_param_group(group)
+
+    def add_param_group(self, group: Group) -> None:
+        """Take in more parameters, with the defaults for what the group leaves open."""
+        group = {**self.defaults, **group, "params": _listed(group["params"])}
+        _check_settings(group)
+        known = [id(p) for p in self._parameters()]
+        for i, p in enumerate(group["params"]):
+            if not isinstance(p, Tensor) or not p.is_leaf:
+                raise UsageError(f"optimizer: parameter {i} is no Tensor, or no leaf")
+            if id(p) in known:
+                raise UsageError(f"optimizer: parameter {i} of a group was given twice")
+            known.append(id(p))
+        self.param_groups.append(group)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or set them to zero where they are."""
+        for p in self._parameters():
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state.setdefault(p, {})
+                    self.update(p.data, p.grad.data, state, group)
+
+    def update(self, x: Array, g: Array, state: dict[str, Any], group: Group) -> None:
+        """Change the parameter x in place, given its gradient g, which is only read."""
+        raise UsageError(f"{type(self).__name__} does not define update")
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and settings, with parameters as numbers; shares the state's arrays."""
+        number = {p: i for i, p in enumerate(self._parameters())}
+        return {
+            "state": {number[p]: dict(state) for p, state in self.state.items()},
+            "param_groups": [
+                {**group, "params": [number[p] for p in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from a saved state, copied. Raises UsageError if it does not fit."""
+        parameters = self._parameters()
+        here = [len(group["params"]) for group in self.param_groups]
+        there = [len(group["params"]) for group in saved["param_groups"]]
+        if here != there:
+            raise UsageError(
+                f"load_state_dict: the groups here have {here} parameters, in the "
+                f"saved state {there}"
+            )
+        state = {
+            parameters[int(number)]: _copied(values, parameters[int(number)])
+            for number, values in saved["state"].items()  # numbers, or text from JSON
+        }
+        self.state = state
+        for group, settings in zip(
+            self.param_groups, saved["param_groups"], strict=True
+        ):
+            group.update({k: v for k, v in settings.items() if k != "params"})
+
+
+def _listed(params: Iterable[Any]) -> list[Any]:
+    if isinstance(params, set | frozenset):
+        raise UsageError(
+            "optimizer: give the parameters as a list, not as a set. A set has another "
+            "order in each process, and ranks would update different parameters."
+        )
+    if isinstance(params, Tensor):
+        raise UsageError("optimizer: give a list of parameters, not a single Tensor")
+    return list(params)
+
+
+def _check_settings(group: Group) -> None:
+    for name in ("lr", "momentum", "weight_decay", "eps"):
+        if not group.get(name, 0) >= 0:  # written so that NaN fails, too
+            raise UsageError(f"optimizer: {name} must be 0 or more, not {group[name]}")
+    for beta in group.get("betas", ()):
+        if not 0 <= beta < 1:
+            raise UsageError(f"optimizer: a beta must be in [0, 1), not {beta}")
+
+
+def _copied(values: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
+    """The saved values of p's state, arrays as new ones on p's device."""
+    return {
+        name: p.device.put(value).copy() if hasattr(value, "shape") else value
+        for name, value in values.items()
+    }
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, weight decay, Nesterov's variant.
+
+        g = g + weight_decay p
+        v = momentum v + (1 - dampening) g          (v = g in the first step)
+        p = p - lr v                                (nesterov: lr (g + momentum v))
+
+    In PyTorch: `torch.optim.SGD`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ):
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise UsageError("SGD: nesterov needs momentum > 0 and dampening = 0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def update(self, x: Array, g: Array, state: dict[str, Any], group: Group) -> None:
+        if group["weight_decay"]:
+            g = g + group["weight_decay"] * x
+        if group["momentum"]:
+            g = self._with_momentum(g, state, group)
+        x -= group["lr"] * g
+
+    def _with_momentum(self, g: Array, state: dict[str, Any], group: Group) -> Array:
+        v = state.get("momentum_buffer")
+        if v is None:
+            v = state["momentum_buffer"] = g.copy()
+        else:
+            v *= group["momentum"]
+            v += (1 - group["dampening"]) * g if group["dampening"] else g
+        return g + group["momentum"] * v if group["nesterov"] else v
+
+
+class Adam(Optimizer):
+    """Adam: steps scaled by the running mean and mean square of the gradient.
+
+        g = g + weight_decay p
+        m = b1 m + (1 - b1) g            M = m / (1 - b1^t)        t = 1, 2, 3, ...
+        v = b2 v + (1 - b2) g^2          V = v / (1 - b2^t)
+        p = p - lr M / (sqrt(V) + eps)
+
+    m and v start at 0 and are too small at first; M and V make up for it.
+    In PyTorch: `torch.optim.Adam`.
+    """
+
+    decoupled = False  # weight decay on p itself (AdamW), not by way of the gradient
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    def update(self, x: Array, g: Array, state: dict[str, Any], group: Group) -> None:
+        xp, lr, (b1, b2) = array_module(x), group["lr"], group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=xp.zeros_like(x), exp_avg_sq=xp.zeros_like(x))
+        t = state["step"] = state["step"] + 1
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        if group["weight_decay"] and self.decoupled:
+            x *= 1 - lr * group["weight_decay"]
+        elif group["weight_decay"]:
+            g = g + group["weight_decay"] * x
+
+        scratch = g - m
+        scratch *= 1 - b1
+        m += scratch
+        xp.multiply(g, g, out=scratch)
+        scratch *= 1 - b2
+        v *= b2
+        v += scratch
+        xp.sqrt(v, out=scratch)
+        scratch /= (1 - b2**t) ** 0.5
+        scratch += group["eps"]
+        xp.divide(m, scratch, out=scratch)
+        scratch *= lr / (1 - b1**t)
+        x -= scratch
+
+
+class AdamW(Adam):
+    """Adam whose weight decay acts on p itself:  p = (1 - lr weight_decay) p  first.
+
+    In PyTorch: `torch.optim.AdamW`.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        super().__init__(params, lr, betas, eps, weight_decay)
