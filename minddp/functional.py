@@ -9,7 +9,7 @@
     CrossEntropy.forward, backward          tensor_ops.py: the formula
 
 Rule.  No arithmetic here: each function checks its arguments, picks the op, applies it.
-What is a method of Tensor (`x.exp()`) is not repeated, save for activations.
+Methods of Tensor (`x.exp()`) are not repeated here, save for activations.
 
 Worked example.  Two rows, two classes, both rows undecided:
 

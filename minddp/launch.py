@@ -28,8 +28,8 @@ In PyTorch: torchrun (torch/distributed/run.py and its elastic agent), whose fla
 here too.
 
 Left out: elasticity (the number of ranks never changes), rendezvous back ends
-(--rdzv-*), starting on other machines (call `minddp run` there, by ssh or by Slurm), and
-programs that are not Python.
+(--rdzv-*), starting on other machines (call `minddp run` there, by ssh or by Slurm),
+and programs that are not Python.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def launch(
 ) -> int:
     """The exit code of a job that runs `program` as nproc ranks on this machine.
 
-    program: what follows `python`: ["train.py", "--lr", "0.1"] or ["-m", "minddp.bench"].
+    program: what follows `python`, as in ["train.py", "--lr", "0.1"].
 
     Raises: UsageError before anything is started.
     """

@@ -286,7 +286,7 @@ class Supervisor:
             if rank.rank == 0 and self.on_terminal:
                 draft = rank.lines[ERR].draft
                 bar = tagged(0, [draft]).rstrip(b"\n") if draft.strip() else b""
-                return fitted(bar, os.get_terminal_size(ERR).columns)
+                return fitted(bar, os.get_terminal_size(ERR).columns or 80)
         return b""
 
     def _write(self) -> None:
