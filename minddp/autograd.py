@@ -102,7 +102,10 @@ class Node:
 
 
 def apply(op: ops.Op, *inputs: Tensor) -> Tensor:
-    """The op's result; recorded if an input requires a gradient and recording is on."""
+    """The op's result, recorded if an input requires a gradient and recording is on.
+
+    A result of integers is not: it cannot move a little, so no gradient gets through.
+    """
     op.needs = needs = [x._requires_grad for x in inputs]
     arrays = [x.data for x in inputs]
     try:
@@ -112,7 +115,7 @@ def apply(op: ops.Op, *inputs: Tensor) -> Tensor:
     except (ValueError, TypeError) as exc:
         shapes = ", ".join(f"{x.shape} {x.dtype}" for x in arrays)
         raise UsageError(f"{type(op).__name__} cannot take {shapes}: {exc}") from exc
-    if _state.recording and True in needs:
+    if _state.recording and True in needs and y.data.dtype.kind == "f":
         y._requires_grad = True
         y._node = Node(op, tuple([_target(x) for x in inputs]))
     return y

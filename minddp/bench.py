@@ -1,5 +1,4 @@
-"""`minddp bench`: how long collectives take, measured as nccl-tests and the peers
-measure.
+"""`minddp bench`: how long collectives take, measured as nccl-tests does it.
 
     minddp bench all-reduce -n 2 --sizes 1KiB,1MiB,25MiB --json -
 

@@ -27,7 +27,7 @@ import select
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from minddp.errors import PeerError, PeerLost, PeerTimeout
@@ -220,9 +220,8 @@ class Control:
 
     def why_gone(self, rank: int) -> str:
         return (
-            f"rank {rank} closed its group after {self.departed[rank]} collectives, "
-            f"but rank {self.rank} is in #{self.entered}. All ranks must make the same "
-            "calls."
+            f"rank {rank} closed its group after {self.departed[rank]} collectives, but "
+            "others make more. All ranks must make the same calls."
         )
 
     def _gone(self, peer: "_Peer", why: str) -> None:
@@ -240,6 +239,9 @@ class Control:
         """Bring an accusation before the judge, who is rank 0."""
         if self.verdict:
             return
+        if accusation.kind == "lost" and accusation.culprit in self.departed:
+            # A link that closed after a goodbye is no crash.
+            accusation = replace(accusation, text=self.why_gone(accusation.culprit))
         if self.rank != 0 and 0 in self._peers:
             self._send(Kind.ABORT, asdict(accusation))
         elif self.rank == 0 and accusation.kind == "mismatch":
@@ -281,6 +283,7 @@ class Control:
             )
             return PeerTimeout(text + mine.text, 0)
         first_hand = (verdict.kind, verdict.culprit) == ("lost", mine.culprit)
+        first_hand &= mine.culprit not in self.departed
         return (
             error
             if first_hand and not verdict.confession

@@ -1,5 +1,4 @@
-"""DistributedDataParallel: n replicas of a model, each trained on its part of the
-batch.
+"""DDP: n replicas of a model, each trained on its own part of every batch.
 
     rank 0   part 0 --> replica --> loss --> gradient --.            .--> step
                                                         |-- average -|

@@ -16,6 +16,8 @@ State afterwards.  After a UsageError nothing has happened: no byte was sent, no
 was written. After a PeerError the process group is dead for good; every later call on
 it raises the same cause at once.
 
+Left out: error codes. A program that wants to react has the class and the culprit.
+
 In PyTorch: `DistBackendError`, `DistNetworkError`, `DistStoreError`
 (torch/csrc/Exceptions).
 """

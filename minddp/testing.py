@@ -16,6 +16,8 @@ Rule.  All misbehaviour is drawn from a seed: a test that fails will fail again.
 
 A rank that raises closes its queues, so its neighbours raise PeerLost, as over TCP.
 
+In PyTorch: MultiThreadedTestCase (torch/testing/_internal), with a threaded back end.
+
 Left out: a control plane. Nobody judges who failed first, so errors name the neighbour.
 """
 

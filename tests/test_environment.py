@@ -1,26 +1,27 @@
-"""What launchers set becomes a Job; what cannot be is an error that names the variable."""
+"""What launchers set becomes a Job; what cannot be is an error that names it."""
 
 import pytest
 
 from minddp.environment import Job, bare_address, expand_hosts, from_environment
 from minddp.errors import UsageError
 
+# fmt: off
 TORCHRUN = {
-    **{"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
-    **{"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234",
 }
 OPEN_MPI = {
-    **{"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
-    **{"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MPICH = {
-    **{"PMI_RANK": "2", "PMI_SIZE": "3"},
-    **{"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"},
+    "PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3",
 }
 SLURM = {
-    **{"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"},
-    **{"SLURM_JOB_NODELIST": "node[03-05,9]", "SLURM_JOB_ID": "77"},
+    "SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1",
+    "SLURM_JOB_NODELIST": "node[03-05,9]", "SLURM_JOB_ID": "77",
 }
+# fmt: on
 
 
 def seat(job: Job) -> tuple[int, int, int, int]:

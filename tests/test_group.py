@@ -26,7 +26,7 @@ def revealing(rank, shape, dtype=np.float64):
 
 
 def errors_of(n, body, cause=MindDPError, **settings):
-    """The error of each rank, None where there was none; `cause` is the first of them."""
+    """The error of each rank, None where there was none; `cause` is the root cause."""
     with pytest.raises(cause) as caught:
         run_groups(n, body, **settings)
     return caught.value.of_ranks

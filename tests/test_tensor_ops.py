@@ -388,7 +388,7 @@ def test_binary_cross_entropy_is_stable_for_large_logits(dtype, x):
 
 
 def test_a_label_out_of_range_is_named_with_its_place():
-    with pytest.raises(UsageError, match="label 7 at position 2 .* 5 classes"):
+    with pytest.raises(UsageError, match=r"label 7 at position 2 .* 5 classes"):
         F.cross_entropy(np.zeros((3, 5)), [0, 4, 7])
     with pytest.raises(UsageError, match="label -1 at position 0"):
         F.cross_entropy(np.zeros((1, 5)), [-1])

@@ -1,0 +1,72 @@
+"""Every example runs by the command in its docstring and prints what it promises."""
+
+import ast
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import ROOT, run
+
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+
+
+def indented_blocks(docstring):
+    """The blocks of lines that stand four spaces in, without these spaces."""
+    blocks, block = [], []
+    for line in [*docstring.splitlines(), ""]:
+        if line.startswith("    "):
+            block.append(line[4:])
+        elif block:
+            blocks.append(block)
+            block = []
+    return blocks
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_prints_what_its_docstring_says(example):
+    (command,), promised = indented_blocks(
+        ast.get_docstring(ast.parse(example.read_text()))
+    )
+    assert example.name in command
+    result = run(shlex.split(command))
+    assert result.returncode == 0, result.stderr
+    printed = result.stdout.splitlines()
+    assert sorted(promised) == sorted(printed[-len(promised) :])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_demo_finds_all_as_it_should_be(n):
+    result = run(["minddp", "run", "-n", str(n), "examples/demo.py"])
+    assert result.returncode == 0, result.stderr
+    assert "All as it should be." in result.stdout
+    hashes = {
+        line.split()[-1]
+        for line in result.stdout.splitlines()
+        if "parameters of rank" in line
+    }
+    assert len(hashes) == 1
+    assert result.stderr == "", "no progress bar without a terminal"
+
+
+@pytest.mark.processes
+def test_the_demo_notices_a_replica_that_went_astray(tmp_path):
+    """A demo that always says yes would prove nothing."""
+    text = (ROOT / "examples" / "demo.py").read_text()
+    start = "            optimizer.step()\n"
+    assert start in text
+    astray = tmp_path / "demo.py"
+    drift = "            next(model.parameters()).data[0, 0] += 1e-7 * rank\n"
+    astray.write_text(text.replace(start, start + drift))
+    result = run(["minddp", "run", "-n", "2", str(astray)])
+    assert result.returncode == 1
+    assert "SOMETHING IS WRONG." in result.stdout
+
+
+def test_examples_are_short_and_numbered_without_a_gap():
+    assert [path.name[:2] for path in EXAMPLES] == [
+        f"{i:02}" for i in range(1, len(EXAMPLES) + 1)
+    ]
+    for path in EXAMPLES:
+        assert 30 <= len(Path(path).read_text().splitlines()) <= 80, path.name

@@ -1,0 +1,102 @@
+"""Imports point down, and the two columns meet in ddp.py only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "minddp"
+
+GROUND = ["errors"]
+COMPUTE = ["device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"]
+COMMUNICATE = [
+    *("frame", "handshake", "net", "lobby", "verdict", "control", "environment"),
+    *("rendezvous", "ring", "group"),
+]
+MEET = ["ddp"]
+AROUND = [
+    *("progress", "relay", "supervise", "launch", "testing", "bench"),
+    *("__init__", "__main__"),
+]
+
+# A module may import those before it in a list that contains it.
+ORDERS = [
+    GROUND + COMPUTE + MEET + AROUND,
+    GROUND + COMMUNICATE + MEET + AROUND,
+]
+RUNS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+def modules():
+    return sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+
+def imports(module):
+    """The dotted names that a module imports, anywhere in its text."""
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "minddp":
+            yield from (f"minddp.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} imports relatively"
+            yield node.module
+
+
+def own_imports(module):
+    for name in imports(module):
+        if name.startswith("minddp."):
+            yield name.split(".")[1]
+
+
+def test_every_module_has_its_place():
+    known = GROUND + COMPUTE + COMMUNICATE + MEET + AROUND
+    assert modules() == sorted(known)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_point_down(module):
+    below = {
+        name
+        for order in ORDERS
+        if module in order
+        for name in order[: order.index(module)]
+    }
+    wrong = [name for name in own_imports(module) if name not in below]
+    assert not wrong, f"{module}.py must not import {wrong}"
+
+
+def test_only_net_knows_sockets():
+    assert [module for module in modules() if "socket" in imports(module)] == ["net"]
+
+
+def test_only_device_knows_cupy():
+    users = [
+        module
+        for module in modules()
+        if "cupy" in (PACKAGE / f"{module}.py").read_text()
+        and any(name.split(".")[0] in ("cupy", "cupyx") for name in imports(module))
+    ]
+    assert users in ([], ["device"])
+
+
+@pytest.mark.parametrize("module", modules())
+def test_nothing_that_is_received_or_read_can_run_code(module):
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    assert not RUNS_CODE & {name.split(".")[0] for name in imports(module)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", None)
+            assert called not in ("eval", "exec", "compile"), f"line {node.lineno}"
+            for keyword in node.keywords:
+                if keyword.arg == "allow_pickle":
+                    assert isinstance(keyword.value, ast.Constant)
+                    assert keyword.value.value is False
+
+
+@pytest.mark.parametrize("module", modules())
+def test_every_module_opens_with_its_lesson(module):
+    text = ast.get_docstring(ast.parse((PACKAGE / f"{module}.py").read_text()))
+    assert text, f"{module}.py has no docstring"
+    lesson = module not in ("__init__", "__main__", "progress")
+    assert not lesson or ("In PyTorch" in text and "Left out" in text)

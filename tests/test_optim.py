@@ -1,0 +1,205 @@
+"""Optimizers: the formulas, worked by hand, and the order of the parameters."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from minddp import optim
+from minddp.autograd import Tensor
+from minddp.errors import UsageError
+
+
+def parameter(*values):
+    return Tensor(np.array(values, "float64"), requires_grad=True)
+
+
+def trajectory(optimizer, p, gradients):
+    """The value of p[0] after each step with the given gradients."""
+    values = []
+    for g in gradients:
+        p.grad = Tensor(np.full(p.shape, float(g)))
+        optimizer.step()
+        values.append(p.data.flat[0])
+    return values
+
+
+# ---- SGD, by hand; lr = 0.1 throughout ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [-0.1, -0.2, -0.3]),
+        ({"momentum": 0.9}, [-0.1, -0.29, -0.561]),
+        # the first step is not dampened: v = g, then v = 0.9 v + 0.5 g
+        ({"momentum": 0.9, "dampening": 0.5}, [-0.1, -0.24, -0.416]),
+        # g + 0.9 v = 1.9, 2.71, 3.439
+        ({"momentum": 0.9, "nesterov": True}, [-0.19, -0.461, -0.8049]),
+        # g = 1 + p / 2 = 1, 0.95, 0.9025
+        ({"weight_decay": 0.5}, [-0.1, -0.195, -0.28525]),
+    ],
+)
+def test_sgd(settings, expected):
+    p = parameter(0.0)
+    optimizer = optim.SGD([p], lr=0.1, **settings)
+    np.testing.assert_allclose(trajectory(optimizer, p, [1, 1, 1]), expected)
+
+
+# ---- Adam ----
+
+
+def reference_adam(p, gradients, lr, b1, b2, eps, weight_decay, decoupled):
+    """The paper's algorithm 1 for a single number, with the two kinds of decay."""
+    m = v = 0.0
+    for t, g in enumerate(gradients, start=1):
+        if decoupled:
+            p -= lr * weight_decay * p
+        else:
+            g = g + weight_decay * p
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g * g
+        p -= lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + eps)
+        yield p
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_adam_and_adamw_follow_the_papers(kind, weight_decay):
+    p, gradients = parameter(1.0), [1, -2, 0.5, 3, 0]
+    optimizer = kind([p], lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=weight_decay)
+    expected = list(
+        reference_adam(
+            1.0, gradients, 0.1, 0.8, 0.9, 1e-3, weight_decay, kind is optim.AdamW
+        )
+    )
+    np.testing.assert_allclose(trajectory(optimizer, p, gradients), expected)
+
+
+def test_adams_first_step_has_the_length_of_lr_whatever_the_gradient():
+    for g in (1e-3, 1.0, 1e3):
+        p = parameter(0.0)
+        assert trajectory(optim.Adam([p], lr=0.1, eps=0), p, [g]) == [
+            pytest.approx(-0.1)
+        ]
+
+
+# ---- What all optimizers promise ----
+
+KINDS = [
+    lambda params: optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda params: optim.Adam(params, lr=0.1),
+    lambda params: optim.AdamW(params, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_are_in_place_and_leave_the_gradient_alone(kind):
+    p = Tensor(np.ones(3, "float32"), requires_grad=True)
+    array = p.data
+    g = np.ones(3, "float32")
+    p.grad = Tensor(g)
+    kind([p]).step()
+    assert p.data is array
+    assert array.dtype == np.float32
+    assert (array != 1).all()
+    assert (g == 1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_without_gradient_are_skipped(kind):
+    p, q = parameter(1.0), parameter(1.0)
+    optimizer = kind([p, q])
+    p.grad = Tensor(np.ones(1))
+    optimizer.step()
+    assert p.item() != 1
+    assert q.item() == 1
+    assert list(optimizer.state_dict()["state"]) == [0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_optimizer_continues_as_if_nothing_had_happened(kind):
+    p, q = parameter(1.0), parameter(1.0)
+    straight = kind([p])
+    expected = trajectory(straight, p, [1, 2, 3, 4])
+
+    first = kind([q])
+    trajectory(first, q, [1, 2])
+    saved = copy.deepcopy(first.state_dict())
+    saved["state"] = {str(k): v for k, v in saved["state"].items()}  # as from JSON
+    second = kind([q])
+    second.load_state_dict(saved)
+    assert trajectory(second, q, [3, 4]) == expected[2:]
+
+
+def test_loading_copies_and_checks():
+    p = parameter(1.0)
+    optimizer = optim.SGD([p], lr=0.1, momentum=0.9)
+    trajectory(optimizer, p, [1])
+    saved = optimizer.state_dict()
+    other = optim.SGD([parameter(1.0)], lr=0.5)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.1
+    buffers = [
+        next(iter(o.state.values()))["momentum_buffer"] for o in (optimizer, other)
+    ]
+    assert not np.shares_memory(*buffers)
+    with pytest.raises(UsageError, match=r"\[2\].*\[1\]"):
+        optim.SGD([parameter(1.0), parameter(2.0)]).load_state_dict(saved)
+
+
+def test_groups_have_settings_of_their_own():
+    p, q = parameter(0.0), parameter(0.0)
+    optimizer = optim.SGD([{"params": [p], "lr": 1.0}, {"params": [q]}], lr=0.1)
+    p.grad = q.grad = Tensor(np.ones(1))
+    optimizer.step()
+    assert (p.item(), q.item()) == (-1.0, -0.1)
+    optimizer.param_groups[1]["lr"] = 10.0
+    optimizer.step()
+    assert (p.item(), q.item()) == (-2.0, -10.1)
+
+
+def test_zero_grad_drops_gradients_or_clears_them_in_place():
+    p = parameter(1.0)
+    optimizer = optim.SGD([p])
+    g = np.ones(1)
+    p.grad = Tensor(g)
+    optimizer.zero_grad(set_to_none=False)
+    assert p.grad.data is g
+    assert g.tolist() == [0]
+    optimizer.zero_grad()
+    assert p.grad is None
+
+
+def test_the_state_is_numbered_in_the_order_of_the_list():
+    ps = [parameter(float(i)) for i in range(5)]
+    optimizer = optim.SGD(iter(ps), momentum=0.9)
+    for i, p in reversed(list(enumerate(ps))):
+        p.grad = Tensor(np.full(1, 10.0 * i))
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert [state[i]["momentum_buffer"].item() for i in range(5)] == [0, 10, 20, 30, 40]
+
+
+# ---- Refusals ----
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda p: optim.SGD({p}), "order in each process"),
+        (lambda p: optim.SGD([]), "empty"),
+        (lambda p: optim.SGD(p), "single Tensor"),
+        (lambda p: optim.SGD([p, p]), "twice"),
+        (lambda p: optim.SGD([p * 2]), "leaf"),
+        (lambda p: optim.SGD([p], lr=-0.1), "lr must be"),
+        (lambda p: optim.SGD([p], lr=float("nan")), "lr must be"),
+        (lambda p: optim.SGD([p], momentum=-1), "momentum must be"),
+        (lambda p: optim.SGD([p], nesterov=True), "nesterov"),
+        (lambda p: optim.Adam([p], betas=(0.9, 1.0)), "beta"),
+        (lambda p: optim.AdamW([p], weight_decay=-1), "weight_decay"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make, match):
+    with pytest.raises(UsageError, match=match):
+        make(parameter(1.0))
