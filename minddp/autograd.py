@@ -48,6 +48,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, index
 from typing import Any
 
 import numpy as np
@@ -163,28 +164,26 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 
 def _replay(root: Tensor, gy: Array, retain_graph: bool) -> None:
+    """Run the ops behind root backward, youngest first; free each one that has run."""
     if root._node is None:  # root is itself a leaf
         _accumulate(root, gy, adopt=False)
         _run_hooks(root)
         return
     nodes, uses = _reachable(root._node)
     gradients = {root._node: gy}
-    for node in sorted(nodes, key=_serial, reverse=True):
+    for node in sorted(nodes, key=attrgetter("serial"), reverse=True):
         _step(node, gradients.pop(node), gradients, uses)
         if not retain_graph:
             node.release()
 
 
-def _serial(node: Node) -> int:
-    return node.serial
-
-
 def _reachable(root: Node) -> tuple[list[Node], dict[Tensor, int]]:
-    """The nodes that root depends on, in no order, and the uses they make of each leaf.
+    """The nodes that root depends on, and how often they use each leaf.
 
-    With a stack of its own instead of recursion: a chain of 50,000 ops is no problem.
+    A list of what is still to visit takes the place of recursion, which would end at
+    a chain of a thousand ops.
     """
-    nodes, seen = [root], {root}
+    nodes, seen = [root], {root}  # seen answers "in it?", its order is never used
     uses: dict[Tensor, int] = {}
     for node in nodes:  # grows while it runs
         if node.op is None:
@@ -244,12 +243,12 @@ class RemovableHandle:
     """Takes one hook off its tensor again."""
 
     def __init__(self, hooks: dict[object, Any], hook: Any):
-        self._hooks = hooks
-        hooks[self] = hook
+        self._hooks, self._key = hooks, object()  # self as the key would be a cycle
+        hooks[self._key] = hook
 
     def remove(self) -> None:
         """The hook is not called any more; a second remove does nothing."""
-        self._hooks.pop(self, None)
+        self._hooks.pop(self._key, None)
 
 
 # ---- Tensor ----
@@ -422,7 +421,7 @@ class Tensor:
         return int(self.data)
 
     def __index__(self) -> int:
-        return int(self.data.item().__index__())
+        return index(self.data.item())
 
     def __bool__(self) -> bool:
         return bool(self.data)

@@ -8,15 +8,15 @@
         v
     CrossEntropy.forward, backward          tensor_ops.py: the formula
 
-Rule.  No arithmetic here: each function checks its arguments, picks the op, applies it.
-Methods of Tensor (`x.exp()`) are not repeated here, save for activations.
+Rule.  No arithmetic here: each function checks its arguments, picks the op, applies
+it. Methods of Tensor (`x.exp()`) are not repeated, except for activations.
 
 Worked example.  Two rows, two classes, both rows undecided:
 
     F.cross_entropy(zeros((2, 2)), [0, 1])                      log 2 = 0.693
     F.cross_entropy(zeros((2, 2)), [0, 1], reduction="sum")     1.386
 
-Invariant.  Every function records its result, or raises: none drops a gradient silently.
+Invariant.  Every function records its result or raises: no gradient is lost silently.
 
 In PyTorch: `torch.nn.functional`, and of `torch` itself `cat`, `stack`, `where`,
 `maximum`, `minimum`, `matmul`, `broadcast_to`.

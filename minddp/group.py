@@ -220,7 +220,7 @@ class ProcessGroup:
         if self._closed:
             raise UsageError(f"rank {self.rank} has closed this process group")
         if self._failure:
-            raise type(self._failure)(str(self._failure), self._failure.culprit)
+            raise again(self._failure)
 
     def _enter(self, call: Header) -> None:
         """Tell the control plane where we are, and learn from it who has left."""
@@ -246,7 +246,9 @@ class ProcessGroup:
         self._failure = self._control.accuse(peer_error)
         assert self._links, "a world of one has nobody to fail it"
         self._links.close()
-        raise self._failure if isinstance(error, PeerError) else error
+        if error is not peer_error:
+            raise error
+        raise again(self._failure) from error.__cause__
 
     def abort(self, error: BaseException) -> None:
         """Leave because of `error`: the other ranks raise PeerLost, naming this
@@ -314,6 +316,11 @@ def _leave_at_exit() -> None:
             group._close()
         else:
             group.abort(error)
+
+
+def again(error: PeerError) -> PeerError:
+    """The same error without the traceback of where it was raised before."""
+    return type(error)(str(error), error.culprit)
 
 
 # ---- Arrays on their way in ----

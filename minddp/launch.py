@@ -52,14 +52,8 @@ FLAGS = (
     ("--nproc-per-node", int, 1, "ranks on this machine (default 1)"),
     ("--nnodes", int, 1, "machines in the job (default 1)"),
     ("--node-rank", int, None, "this machine's number, 0 to nnodes - 1"),
-    ("--master-addr", str, None, f"rank 0's machine (default {LOOPBACK})"),
-    (
-        "--master-port",
-        int,
-        None,
-        "rank 0's port (default: any that is free; with "
-        f"--nnodes above 1, {DEFAULT_PORT})",
-    ),
+    ("--master-addr", str, LOOPBACK, f"rank 0's machine (default {LOOPBACK})"),
+    ("--master-port", int, None, "its port (default: any; if nnodes > 1: 29500)"),
     ("--max-restarts", int, 0, "times to start all ranks again after a failure"),
 )
 
@@ -91,7 +85,7 @@ def launch(
     *,
     nnodes: int = 1,
     node_rank: int | None = None,
-    master_addr: str | None = None,
+    master_addr: str = LOOPBACK,
     master_port: int | None = None,
     max_restarts: int = 0,
 ) -> int:
@@ -102,9 +96,7 @@ def launch(
     Raises: UsageError before anything is started.
     """
     layout = Layout(nproc, nnodes, node_rank or 0)
-    addr = bare_address(
-        LOOPBACK if master_addr is None else master_addr, "--master-addr"
-    )
+    addr = bare_address(master_addr, "--master-addr")
     _check(layout, node_rank, master_port, max_restarts)
     sys.stdout.flush()  # what we printed before belongs before what the ranks print
     for left in range(max_restarts, -1, -1):

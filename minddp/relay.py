@@ -165,9 +165,16 @@ class Ending:
 
     @property
     def is_consequence(self) -> bool:
+        """Its exception says that another rank is the cause."""
         return self.stderr.exception().startswith(
             ("PeerError", "PeerLost", "PeerTimeout", "PeerMismatch")
         )
+
+    @property
+    def is_echo(self) -> bool:
+        """We ended it, and its exception says no more than that."""
+        interrupted = self.stderr.exception().startswith("KeyboardInterrupt")
+        return self.stopped and (interrupted or self.is_consequence)
 
     def __str__(self) -> str:
         """'exit code 1 (ValueError: no data)' or 'killed by SIGKILL'."""

@@ -161,7 +161,7 @@ class Rendezvous:
                 f"rank {job.rank} was not let in by rank 0: {refused}. All ranks need "
                 "the same MINDDP_TOKEN, MINDDP_JOB_ID and WORLD_SIZE; or another "
                 "program has this port."
-            ) from refused.__cause__
+            ) from None
         self.control.add(0, link)
         assert own_port, "dial has called script"
         return own_port

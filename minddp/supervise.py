@@ -175,7 +175,7 @@ class RankProcess:
         """These lines, tagged, except for those that are kept back."""
         if target == ERR:
             lines = self.stderr.feed(lines, time.monotonic())
-        return [(target, tagged(self.rank, lines))] if lines else []
+        return [(target, tagged(self.rank, lines))]
 
     def send(self, signum: int) -> None:
         """Signal the rank and all that it has started."""
@@ -211,17 +211,9 @@ class Supervisor:
         """Supervise until every rank has ended and all that they said is written."""
         while self.alive:
             self._step()
-        if not self.signaled:
-            self._show([(ERR, report(self.endings))])
-        elif self.lost is None:
-            name = signal.Signals(self.signaled).name
-            self._show([(ERR, say(f"stopped by {name}; every rank has ended."))])
+        self._show([(ERR, self._last_words())])
         while self.queue and time.monotonic() < self.leave_at:
             self._step()
-        if self.lost is not None and not isinstance(self.lost, BrokenPipeError):
-            raise MindDPError(
-                f"cannot write output: {self.lost.strerror}"
-            ) from self.lost
         return self._outcome()
 
     def close(self) -> None:
@@ -229,7 +221,18 @@ class Supervisor:
         while self.alive:
             self.alive.pop().close()
 
+    def _last_words(self) -> bytes:
+        if self.signaled:
+            name = signal.Signals(self.signaled).name
+            return say(f"stopped by {name}; every rank has ended.")
+        return report(self.endings)
+
     def _outcome(self) -> Outcome:
+        lost = self.lost if self.signaled == signal.SIGPIPE else None
+        if lost and not isinstance(
+            lost, BrokenPipeError
+        ):  # which is the way of `| head`
+            raise MindDPError(f"cannot write the output: {lost.strerror}") from lost
         if self.signaled:
             return Outcome(128 + self.signaled, interrupted=True)
         first = first_failure(self.endings)
@@ -257,7 +260,7 @@ class Supervisor:
     def _patience(self) -> float | None:
         """Seconds until something must be done even if nothing happens."""
         now = time.monotonic()
-        waits = [rank.stderr.waits(now) for rank in self.alive if not self.stopping]
+        waits = [rank.stderr.waits(now) for rank in self.alive]
         waits += [when - now for when, _ in self.orders]
         waits += [self.leave_at - now] if self.signaled else []
         return min((max(0.0, wait) for wait in waits if wait is not None), default=None)
@@ -266,18 +269,15 @@ class Supervisor:
         now = time.monotonic()
         while self.orders and self.orders[0][0] <= now:
             self._send(self.orders.pop(0)[1])
-        if self.stopping:
-            return  # the tracebacks of ranks that are being stopped are not news
         for rank in self.alive:
-            if lines := rank.stderr.overdue(now):
-                self._show([(ERR, tagged(rank.rank, lines))])
+            self._show([(ERR, tagged(rank.rank, rank.stderr.overdue(now)))])
 
     # ---- Output ----
 
     def _show(self, pieces: list[Piece]) -> None:
         bar = self._bar_now()
-        if self.lost is None:
-            self.queue += repaint(pieces, self.bar, bar)
+        if not self.lost:
+            self.queue += repaint([p for p in pieces if p[1]], self.bar, bar)
         self.bar = bar
 
     def _bar_now(self) -> bytes:
@@ -297,13 +297,18 @@ class Supervisor:
         except BlockingIOError:
             return  # somebody else, who shares the pipe, was faster
         except OSError as exc:
-            self.lost = exc
-            self.queue.clear()
-            self._stop(signal.SIGPIPE, send=signal.SIGTERM)
+            self._lose_output(exc)
             return
         self.queue[0] = target, data[written:]
         if written == len(data):
             self.queue.popleft()
+
+    def _lose_output(self, exc: OSError) -> None:
+        """Nobody can read what the job says: end it, as SIGPIPE ends other programs."""
+        self.lost = exc
+        self.queue.clear()
+        if not self.signaled:  # else Ctrl-C has ended our reader too, as in `| tee log`
+            self._stop(signal.SIGPIPE, send=signal.SIGTERM)
 
     # ---- Signals and endings ----
 
@@ -323,7 +328,7 @@ class Supervisor:
     def _bury(self, rank: RankProcess) -> None:
         pieces = rank.drain()
         ending = Ending(rank.rank, rank.process.returncode, rank.stderr, self.stopping)
-        if not ending.failed and not self.stopping:
+        if not ending.failed and not ending.is_echo:
             pieces.append((ERR, tagged(rank.rank, rank.stderr.release())))
         self._show(pieces)
         self.alive.remove(rank)
@@ -339,11 +344,11 @@ class Supervisor:
     def _stop(self, signum: int, send: int) -> None:
         """End the job because of a signal; if it is the second one, at once."""
         now = time.monotonic()
-        if self.signaled:
-            grace = 0.0
-        else:
+        if self.signaled in (0, signal.SIGPIPE):
             self.signaled, grace = signum, GRACE_SECONDS
             self._send(send)
+        else:
+            grace = 0.0
         self.orders = [(now + grace, signal.SIGKILL)]
         self.leave_at = now + grace + 0.5
 

@@ -205,8 +205,9 @@ class Where(Op):
         self.condition = condition
 
     def forward(self, a: Array, b: Array) -> Array:
-        self.shapes = a.shape, b.shape
-        return array_module(a).where(self.condition, a, b)
+        self.shapes, xp = (a.shape, b.shape), array_module(a)
+        self.condition = xp.asarray(self.condition)  # where a and b are
+        return xp.where(self.condition, a, b)
 
     def backward(self, gy: Array) -> Grads:
         xp, zero = array_module(gy), gy.dtype.type(0)
@@ -676,8 +677,9 @@ class CrossEntropy(Op):
     def forward(self, x: Array) -> Array:
         xp = array_module(x)
         check_range(self.labels, x.shape[1], "label", "classes", self.ignore)
-        self.kept = self.labels != self.ignore
-        self.at = xp.arange(len(x)), xp.where(self.kept, self.labels, 0)
+        labels = xp.asarray(self.labels)  # where x is
+        self.kept = labels != self.ignore
+        self.at = xp.arange(len(x)), xp.where(self.kept, labels, 0)
         z = x - x.max(axis=1, keepdims=True)
         e = xp.exp(z)
         total = e.sum(axis=1, keepdims=True)

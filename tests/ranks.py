@@ -51,8 +51,8 @@ OF_LAUNCHERS = (
 
 def tell(word: str, **facts: object) -> None:
     """Report to the test; the time is the same clock's in all processes."""
-    facts |= {"word": word, "at": time.monotonic(), "cpu": time.process_time()}
-    print(json.dumps(facts), flush=True)
+    now = {"word": word, "at": time.monotonic(), "cpu": time.process_time()}
+    print(json.dumps(now | facts), flush=True)
 
 
 def attempt(call: Callable[[], object]) -> None:
@@ -95,11 +95,20 @@ class Result:
     err: str
     facts: dict[str, dict] = field(repr=False)  # by word, the latest of each
 
+    def told(self, word: str) -> list[dict]:
+        """All that it told under this word, in order."""
+        return [fact for fact in facts_in(self.out) if fact["word"] == word]
+
     @property
     def raised(self) -> dict:
         """The error that the rank told of."""
         assert "raised" in self.facts, f"rank {self.rank} told of no error: {self}"
         return self.facts["raised"]
+
+
+def facts_in(out: str) -> list[dict]:
+    """What was told in this output; other lines are skipped."""
+    return [json.loads(line) for line in out.splitlines() if line.startswith('{"')]
 
 
 class Process:
@@ -137,8 +146,7 @@ class Process:
 
     def facts(self) -> dict[str, dict]:
         """What it has told so far."""
-        told = [json.loads(x) for x in list(self.lines["out"]) if x.startswith("{")]
-        return {fact["word"]: fact for fact in told}
+        return {fact["word"]: fact for fact in facts_in("".join(self.lines["out"]))}
 
     def wait_for(self, word: str) -> dict:
         def there() -> bool:
@@ -175,8 +183,8 @@ class Ranks:
     """The ranks of one job, started at once; leaving the block ends them.
 
     env: for all ranks. env_of: {rank: variables of this rank alone}. only: the ranks to
-    start. port: rank 0 binds it itself; without, it gets a socket that is bound already,
-    as from `minddp run`. prefix: rank -> the command in front of Python.
+    start. port: rank 0 binds it itself; without, it gets a socket that is bound
+    already, as from `minddp run`. prefix: rank -> the command in front of Python.
     """
 
     def __init__(
@@ -265,7 +273,7 @@ def environment(own: dict[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody has now, of those that the kernel gives to nobody by itself."""
+    """A port that nobody has now, and that the kernel gives to nobody by itself."""
     while True:
         port = random.randrange(15_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

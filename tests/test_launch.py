@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -304,6 +305,26 @@ def test_a_rank_that_ignores_signals_is_killed_after_the_grace(run):
 
 
 @processes
+def test_an_error_on_the_way_out_is_shown_though_the_user_ended_the_job(run):
+    script = """
+        try:
+            print("up")
+            time.sleep(60)
+        except KeyboardInterrupt:
+            if os.environ["RANK"] == "1":
+                raise OSError("disk full")
+            raise
+    """
+    job = run(script, "-n", "2")
+    job.wait_for(2)
+    job.process.send_signal(signal.SIGINT)
+    code, _, err = job.end(3)
+    assert (code, "[rank 1] OSError: disk full" in err, "[rank 0]" in err) == (
+        *(130, True, False),
+    )
+
+
+@processes
 def test_a_second_ctrl_c_kills_at_once(run):
     job = run(STUBBORN, "-n", "2")
     job.wait_for(2)
@@ -427,21 +448,25 @@ def test_a_traceback_that_was_only_logged_is_not_lost(run):
 def test_a_slow_reader_loses_no_line(run):
     job = run(
         """
+        if os.environ["RANK"] == "2":
+            time.sleep(0.5)
+            sys.stdout.write("last words")
+            sys.exit()
         sys.stdout = open(1, "w", buffering=1 << 16)
         for i in range(100_000):
             print("line", i)
         """,
-        *("-n", "2"),
+        *("-n", "3"),
     )
-    time.sleep(1.0)  # the pipes are full by now, and everybody waits for us
+    time.sleep(1.0)  # pipes are full, ranks 0 and 1 wait for us, and rank 2 has ended
     code, out, _ = job.end(10)
     assert code == 0
-    for rank in 0, 1:
-        tag = f"[rank {rank}] "
-        assert [line for line in out.split("\n") if line.startswith(tag)] == [
+    lines = out.split("\n")
+    for tag in "[rank 0] ", "[rank 1] ":
+        assert [line for line in lines if line.startswith(tag)] == [
             f"{tag}line {i}" for i in range(100_000)
         ]
-    assert out.count("\n") == 200_000
+    assert "[rank 2] last words" in lines and len(lines) == 200_002
 
 
 @processes
@@ -461,9 +486,11 @@ def test_output_to_a_pipe_that_does_not_block_is_complete(tmp_path):
 
 
 @processes
-def test_a_reader_that_takes_nothing_does_not_keep_ctrl_c_waiting(run):
-    job = run('while True: print("x" * 1000)', "-n", "2")
+def test_a_reader_that_takes_nothing_costs_no_memory_and_keeps_no_ctrl_c_waiting(run):
+    job = run('while True: os.write(1, (b"x" * 999 + b"\\n") * 60)', "-n", "2")
     time.sleep(1.0)
+    status = Path("/proc", str(job.process.pid), "status").read_text()
+    assert int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) < 150_000
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(4) == 130
 
@@ -475,6 +502,37 @@ def test_a_reader_that_leaves_ends_the_job_quietly(run):
     job.process.stdout.close()
     assert job.process.wait(4) == 128 + signal.SIGPIPE
     assert job.process.stderr.read() == b""
+
+
+@processes
+def test_a_reader_that_ctrl_c_ends_too_does_not_shorten_the_grace(run, tmp_path):
+    script = """
+        try:
+            print("up")
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("saving")
+            time.sleep(0.5)
+            open(sys.argv[1], "w").close()
+    """
+    job = run(script, args=[str(tmp_path / "checkpoint")])
+    job.wait_for(1)
+    job.process.send_signal(signal.SIGINT)
+    job.process.stdout.close()
+    assert job.process.wait(4) == 130
+    assert (tmp_path / "checkpoint").exists()
+
+
+@processes
+def test_a_full_disk_is_an_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time; print('up'); time.sleep(60)")
+    launcher = [sys.executable, "-m", "minddp", "run", str(script)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(launcher, stdout=full, stderr=subprocess.PIPE, timeout=9)
+    assert (done.returncode, done.stderr) == (
+        *(1, b"minddp: cannot write the output: No space left on device\n"),
+    )
 
 
 MEET = """

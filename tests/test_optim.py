@@ -87,7 +87,7 @@ def test_adams_first_step_has_the_length_of_lr_whatever_the_gradient():
 # ---- What all optimizers promise ----
 
 KINDS = [
-    lambda params: optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
     lambda params: optim.Adam(params, lr=0.1),
     lambda params: optim.AdamW(params, lr=0.1),
 ]
@@ -104,6 +104,18 @@ def test_updates_are_in_place_and_leave_the_gradient_alone(kind):
     assert array.dtype == np.float32
     assert (array != 1).all()
     assert (g == 1).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_keeps_no_hold_of_the_gradient_array(kind):
+    """Under DDP the next backward writes into the same array."""
+    p, q, g = parameter(1.0), parameter(1.0), np.zeros(1)
+    optimizer = kind([p])
+    p.grad = Tensor(g)
+    for value in (1.0, 5.0, 2.0):
+        g[:] = value
+        optimizer.step()
+    assert p.item() == trajectory(kind([q]), q, [1, 5, 2])[-1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
