@@ -19,8 +19,10 @@ import argparse
 import json
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ import numpy as np
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup, init_process_group
 from minddp.launch import launch
+from minddp.progress import progress
 
 SIZES = "1KiB,16KiB,256KiB,1MiB,4MiB,25MiB,100MiB"
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -37,9 +40,17 @@ WARM_UP = 3  # repetitions that do not count
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; starts n ranks of this module. Returns the exit code."""
     options = _parser().parse_args(argv)
-    sizes = [parse_size(text) for text in options.sizes.split(",")]
-    worker = ["-m", "minddp.bench", *(str(size) for size in sizes), options.json or ""]
-    return launch(worker, options.nproc_per_node)
+    sizes = [str(parse_size(text)) for text in options.sizes.split(",")]
+    # Rank 0 leaves its rows in a file: what it prints would get the launcher's tag.
+    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
+        program = ["-m", "minddp.bench", file.name, *sizes]
+        if exit_code := launch(program, options.nproc_per_node):
+            return exit_code
+        rows = [json.loads(line) for line in file]
+    if options.json != "-":
+        print(as_table(rows))
+    write_json(rows, options.json)
+    return 0
 
 
 def parse_size(text: str) -> int:
@@ -84,32 +95,30 @@ def result(n: int, nbytes: int, seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def worker(sizes: Sequence[int], json_path: str) -> None:
-    """One rank of the bench; rank 0 prints."""
-    with init_process_group() as pg:
-        rows = []
-        for nbytes in sizes:
-            rows.append(result(pg.world_size, nbytes, time_all_reduce(pg, nbytes)))
-            if pg.rank == 0 and json_path != "-":
-                print(_as_line(rows[-1], header=len(rows) == 1), flush=True)
-        if pg.rank == 0 and json_path:
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            if json_path == "-":
-                print(text, end="", flush=True)
-            else:
-                with open(json_path, "w") as file:
-                    file.write(text)
+def worker(path: str, sizes: Sequence[int]) -> None:
+    """One rank of the bench; rank 0 writes one row of JSON for each size."""
+    with init_process_group() as pg, open(path, "a") as file:
+        for nbytes in progress(sizes, desc="sizes", show=pg.rank == 0):
+            seconds = time_all_reduce(pg, nbytes)
+            if pg.rank == 0:
+                file.write(json.dumps(result(pg.world_size, nbytes, seconds)) + "\n")
 
 
-def _as_line(row: dict[str, Any], header: bool) -> str:
-    line = (
-        f"{row['bytes']:>12,}  {row['median_us']:>12,.1f}  {row['min_us']:>12,.1f}"
-        f"  {row['algbw_GBps']:>10.3f}  {row['busbw_GBps']:>10.3f}"
-    )
-    if not header:
-        return line
-    names = f"{'bytes':>12}  {'median us':>12}  {'min us':>12}"
-    return f"{names}  {'algbw GB/s':>10}  {'busbw GB/s':>10}\n{line}"
+def write_json(rows: Sequence[dict[str, Any]], path: str | None) -> None:
+    """One object a line into a file; "-" is standard output, None is nowhere."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if path == "-":
+        print(text, end="")
+    elif path:
+        Path(path).write_text(text)
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people."""
+    columns = ("bytes", "median_us", "min_us", "algbw_GBps", "busbw_GBps")
+    lines = [" ".join(f"{name:>12}" for name in columns)]
+    lines += [" ".join(f"{row[name]:>12,}" for name in columns) for row in rows]
+    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,4 +135,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    worker([int(size) for size in sys.argv[1:-1]], sys.argv[-1])
+    worker(sys.argv[1], [int(size) for size in sys.argv[2:]])

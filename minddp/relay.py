@@ -178,7 +178,7 @@ class Ending:
 
     def __str__(self) -> str:
         """'exit code 1 (ValueError: no data)' or 'killed by SIGKILL'."""
-        exception = self.stderr.exception()
+        exception = self.stderr.exception().rstrip(".:")  # the sentence goes on
         return _how(self.returncode) + (f" ({exception})" if exception else "")
 
 

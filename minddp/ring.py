@@ -67,7 +67,9 @@ Array = np.ndarray[Any, Any]
 Bytes = bytes | bytearray | memoryview
 Script = Iterator[bytearray | memoryview]  # yields each buffer that it wants filled
 
-SEGMENT_BYTES = 256 * 1024  # fits the L2 cache beside what it is added to
+# As measured from 64 KiB to 1 MiB: smaller ones cost more system calls than they hide,
+# larger ones leave the L2 cache before they are added.
+SEGMENT_BYTES = 512 * 1024
 
 REDUCTIONS: dict[str, Callable[..., Array]] = {
     "sum": np.add,

@@ -147,7 +147,7 @@ def test_the_report_shows_the_cause_first_and_one_line_for_each_other_rank():
         [rank 1]   File "train.py", line 3, in <module>
         [rank 1]     1/0
         [rank 1] ZeroDivisionError: division by zero
-        minddp run: rank 0 failed as a consequence, exit code 1 (PeerLost: rank 0 lost rank 1 during all_reduce #17:).
+        minddp run: rank 0 failed as a consequence, exit code 1 (PeerLost: rank 0 lost rank 1 during all_reduce #17).
         minddp run: rank 2 was still running and was stopped.
         minddp run: rank 3 failed as well, exit code 4.
         """  # noqa: E501
