@@ -220,8 +220,8 @@ class Control:
 
     def why_gone(self, rank: int) -> str:
         return (
-            f"rank {rank} closed its group after {self.departed[rank]} collectives, but "
-            "others make more. All ranks must make the same calls."
+            f"rank {rank} closed its group after {self.departed[rank]} collectives, "
+            "but others make more. All ranks must make the same calls."
         )
 
     def _gone(self, peer: "_Peer", why: str) -> None:

@@ -26,7 +26,7 @@ Hence loopback only.
 In PyTorch: nothing; its security policy asks for a trusted network.
 
 Left out: encryption (use a VPN or an SSH tunnel between hosts that do not trust their
-network), and defense against a rank that holds the token and lies.
+network), and defence against a rank that holds the token and lies.
 """
 
 import hashlib

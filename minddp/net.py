@@ -239,9 +239,17 @@ def listen_in_range(host: str, ports: str | None) -> Listener:
 
 
 def adopt(fd: int) -> Listener:
-    """The listener that the launcher bound for us: no other program can take its
-    port."""
-    return Listener(socket.socket(fileno=fd))
+    """The listener that the launcher bound for us, so that nobody could take its port.
+
+    Raises: UsageError if the descriptor is no socket of ours.
+    """
+    try:
+        return Listener(socket.socket(fileno=fd))
+    except OSError as exc:
+        raise UsageError(
+            f"MINDDP_LISTEN_FD={fd} is no socket of this process ({exc.strerror}). It "
+            "is set by `minddp run` for rank 0 alone; do not pass it on."
+        ) from exc
 
 
 def _why_not_bound(exc: OSError, where: str) -> str:

@@ -15,7 +15,7 @@ Rule 1.  A line is shown whole or not at all, so that lines of two ranks never m
 Rule 2.  What a carriage return has overwritten was a draft: only the last one counts. A
          progress bar is a line that is still being drafted; a terminal shows it at its
          foot (`repaint`).
-Rule 3.  A traceback waits. If one rank fails, its neighbors lose it and fail as well,
+Rule 3.  A traceback waits. If one rank fails, its neighbours lose it and fail as well,
          and n tracebacks in order of arrival would bury the one that matters. So it is
          kept until its rank has ended, or for 2 seconds: a rank that lives on has only
          logged it.
@@ -36,18 +36,19 @@ shown when its line ends).
 """
 
 import signal
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 HOLD_SECONDS = 2.0  # a crashed interpreter has ended by then, a logging one goes on
+EXCEPTION_LIMIT = 160  # characters of an exception in a note; the traceback has all
 LINE_LIMIT = 1 << 20  # bytes; a longer line is cut, for the launcher has to keep it
 
 OUT, ERR = 1, 2  # descriptors of the launcher
 Piece = tuple[int, bytes]  # where to, and what
 
-NOTHING_LEFT = (
-    b"\r\x1b[K"  # to column 1, and erase to the end of the line (ECMA-48, EL)
-)
+# To column 1, and erase to the end of the line (ECMA-48, EL).
+NOTHING_LEFT = b"\r\x1b[K"
 
 
 def tagged(rank: int, lines: Sequence[bytes]) -> bytes:
@@ -178,7 +179,8 @@ class Ending:
 
     def __str__(self) -> str:
         """'exit code 1 (ValueError: no data)' or 'killed by SIGKILL'."""
-        exception = self.stderr.exception().rstrip(".:")  # the sentence goes on
+        text = self.stderr.exception().rstrip(".:")  # the sentence goes on
+        exception = textwrap.shorten(text, EXCEPTION_LIMIT, placeholder=" ...")
         return _how(self.returncode) + (f" ({exception})" if exception else "")
 
 

@@ -97,6 +97,8 @@ class Rendezvous:
             master = listen(job.master_addr, job.master_port, self.deadline)
         else:
             master = adopt(job.listen_fd)
+            # Closed after this: a later group of this process binds the port itself.
+            os.environ.pop("MINDDP_LISTEN_FD", None)
         seats: dict[int, tuple[str, int]] = {}
         lobby = Lobby(master, lambda: self._answer_member(seats), self.alarm)
         host = master.host

@@ -269,7 +269,8 @@ def environment(own: dict[str, str]) -> dict[str, str]:
     """This process's environment without what its launcher set, and with `own`."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_LAUNCHERS)}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return kept | threads | {"PYTHONPATH": str(Path(__file__).parent)} | own
+    here, package = Path(__file__).parent, Path(minddp.__file__).parent.parent
+    return kept | threads | {"PYTHONPATH": f"{here}{os.pathsep}{package}"} | own
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""What the documentation says is still so: names resolve, commands print what it shows."""
+"""What the documentation says is so: names resolve, commands print what it shows."""
 
 import ast
 import os
