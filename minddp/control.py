@@ -90,8 +90,8 @@ class Control:
             raise self._alarm.error
         if self.table is None:
             raise PeerTimeout(
-                f"rank {self.rank} joined rank 0, but not all ranks did within "
-                f"{deadline.seconds:g} s",
+                f"rank {self.rank} joined rank 0 at {self._peers[0].link.address}, but "
+                f"not all ranks did within {deadline.seconds:g} s",
                 0,
             )
         return self.table
@@ -179,8 +179,10 @@ class Control:
             while peer.due and (sent := peer.link.send_some([peer.due])):
                 del peer.due[:sent]
                 self.bytes_sent += sent
-        except PeerLost as lost:
-            self._gone(peer, str(lost))
+        except PeerLost:
+            # It reads no more, but what it said before is still to be read. If that is
+            # a goodbye, all is well; if not, `_read` finds the end.
+            peer.due.clear()
 
     def _read(self, peer: "_Peer") -> None:
         if peer.due:

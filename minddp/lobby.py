@@ -24,7 +24,7 @@ import select
 import time
 from collections.abc import Callable, Iterator
 
-from minddp.errors import PeerLost, PeerTimeout, UsageError
+from minddp.errors import PeerLost, PeerTimeout
 from minddp.handshake import HandshakeError, Hello, Script, Stranger
 from minddp.net import (
     Address,
@@ -42,7 +42,7 @@ from minddp.net import (
 log = logging.getLogger("minddp")
 
 HANDSHAKE_SECONDS = 5.0  # what a stranger may cost
-PENDING_CONNECTIONS = 64  # strangers at the same time; beyond it the oldest is dropped
+PENDING_CONNECTIONS = 64  # strangers at a time; beyond it the oldest is dropped
 RETRY_SECONDS = 0.05  # between two attempts to reach a rank 0 that is not there yet
 LOGGED_STRANGERS = 20  # after so many, strangers are dropped without a line
 
@@ -50,12 +50,12 @@ LOGGED_STRANGERS = 20  # after so many, strangers are dropped without a line
 class Conversation:
     """A handshake under way on one socket (`script` is a generator of handshake.py)."""
 
-    def __init__(self, sock: Socket, address: Address, script: Script, seconds: float):
+    def __init__(self, sock: Socket, address: Address, script: Script):
         sock.setblocking(False)
         self.sock, self.address, self._script = sock, address, script
-        self.deadline = Deadline(seconds)
+        self.deadline = Deadline(HANDSHAKE_SECONDS)  # for visitors
         self._outbox, self._wanted = next(script)
-        self._inbox = b""
+        self._inbox, self._heard = b"", False
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -86,6 +86,9 @@ class Conversation:
 
     def _read(self, count: int) -> bytes:
         data = self.sock.recv(count)
+        if not data and not self._heard:
+            raise ConnectionAbortedError("closed before a word was said")
+        self._heard = True
         if not data:
             got = f"{len(self._inbox)} of {self._wanted} bytes"
             raise Stranger(f"closed the connection after {got} of the handshake")
@@ -93,15 +96,24 @@ class Conversation:
 
 
 class Lobby:
-    """Where connections become links: answers all who knock and dials whom we call, at
-    once.
+    """Carries on all handshakes at one listener, and those of our own calls.
 
-    One poll loop drives every handshake, so that a silent stranger delays nobody, and
-    so that ranks which all dial their right neighbour can also answer their left one.
+    `script` makes our side of a visitor's handshake. `timeout` (seconds) is the
+    group's; the links are tuned to it.
     """
 
-    def __init__(self, listener: Listener, script: Callable[[], Script], alarm: Alarm):
+    def __init__(
+        self,
+        listener: Listener,
+        script: Callable[[], Script],
+        alarm: Alarm,
+        timeout: float = 60.0,
+        world_size: int = 1,
+    ):
         self._listener, self._script, self._alarm = listener, script, alarm
+        self._timeout = timeout
+        # More than the ranks that may all knock at the same moment.
+        self._places = max(PENDING_CONNECTIONS, 4 * world_size)
         self._visitors: list[Conversation] = []
         self._calls: dict[int, Conversation] = {}  # by the rank that we call
         self._strangers = 0
@@ -110,7 +122,7 @@ class Lobby:
         """Start to dial a rank at an address in digits; `links` yields its link."""
         family, address = resolve(host, port, Deadline(0))[0]
         sock = start_connecting(family, address)
-        self._calls[rank] = Conversation(sock, address, script, HANDSHAKE_SECONDS)
+        self._calls[rank] = Conversation(sock, address, script)
 
     def links(self, deadline: Deadline) -> Iterator[tuple[Hello | None, Link]]:
         """Yields each link as its handshake ends, with who knocked (None: we called).
@@ -126,12 +138,13 @@ class Lobby:
                 except (HandshakeError, OSError) as exc:
                     raise PeerLost(f"{shown(call.address)}: {exc}", rank) from exc
                 if done:
-                    yield None, Link(self._calls.pop(rank).sock, rank)
+                    sock = self._calls.pop(rank).sock
+                    yield None, Link(sock, rank, self._timeout)
             for visitor in list(self._visitors):
                 try:
                     if hello := visitor.advance():
                         self._visitors.remove(visitor)
-                        yield hello, Link(visitor.sock, hello.rank)
+                        yield hello, Link(visitor.sock, hello.rank, self._timeout)
                     elif not visitor.deadline.left():
                         seconds = f"{HANDSHAKE_SECONDS:g} s"
                         self._drop(visitor, f"no handshake within {seconds}")
@@ -148,8 +161,7 @@ class Lobby:
         self._listener.close()
 
     def _wait(self, deadline: Deadline) -> bool:
-        """Sleep until something happens or a visitor's time is up; False at the
-        deadline."""
+        """Sleep until something is to be done; False if the deadline came first."""
         poll = select.poll()
         poll.register(self._alarm, select.POLLIN)
         poll.register(self._listener, select.POLLIN)
@@ -162,10 +174,11 @@ class Lobby:
         return deadline.left() > 0
 
     def _let_in(self) -> None:
-        while connection := self._listener.accept():
-            visitor = Conversation(*connection, self._script(), HANDSHAKE_SECONDS)
+        """One visitor a turn, so that a crowd does not push out who is being heard."""
+        if connection := self._listener.accept():
+            visitor = Conversation(*connection, self._script())
             self._visitors.append(visitor)
-            if len(self._visitors) > PENDING_CONNECTIONS:
+            if len(self._visitors) > self._places:
                 self._drop(self._visitors[0], "too many connections are pending")
 
     def _drop(self, visitor: Conversation, why: str) -> None:
@@ -179,15 +192,19 @@ class Lobby:
 
 
 def dial(
-    host: str, port: int, script: Callable[[str], Script], deadline: Deadline
+    host: str,
+    port: int,
+    script: Callable[[str], Script],
+    deadline: Deadline,
+    timeout: float = 60.0,
 ) -> Link:
     """A link to rank 0, which may not be there yet: tries until the deadline.
 
     `script(local_host)` makes the handshake, once it is known from which of our
-    addresses rank 0 is reached.
+    addresses rank 0 is reached. `timeout` is the group's, for the link.
 
-    Raises: PeerTimeout if nobody listens before the deadline; UsageError if somebody
-    does but the handshake fails.
+    Raises: PeerTimeout if nobody listens before the deadline; HandshakeError if
+    somebody does and does not let us in; what `script` raises.
     """
     last: OSError | None = None
     addresses = resolve(host, port, deadline)
@@ -196,23 +213,18 @@ def dial(
             break
         try:
             sock = connect(family, address, deadline)
-        except OSError as exc:
+            try:
+                local_host = sock.getsockname()[0]
+                if _converse(sock, address, script(local_host), deadline):
+                    return Link(sock, 0, timeout)
+            except BaseException:
+                sock.close()
+                raise
+            sock.close()
+        except OSError as exc:  # nobody there yet, or nobody who said a word
             last = exc
             time.sleep(min(RETRY_SECONDS, deadline.left()))
-            continue
-        try:
-            hello = _converse(sock, address, script(sock.getsockname()[0]), deadline)
-        except HandshakeError as exc:
-            sock.close()
-            raise UsageError(f"{shown(address)} turned this rank away: {exc}") from exc
-        except OSError as exc:  # rank 0's machine dropped us before anybody answered
-            sock.close()
-            last = exc
-            continue
-        if hello:
-            return Link(sock, 0)
-        sock.close()
-    why = last.strerror if last and last.strerror else "it accepts but does not answer"
+    why = (last and (last.strerror or str(last))) or "it accepts but does not answer"
     raise PeerTimeout(f"no answer from {shown((host, port))}: {why}", 0) from last
 
 
@@ -220,7 +232,7 @@ def _converse(
     sock: Socket, address: Address, script: Script, deadline: Deadline
 ) -> Hello | None:
     """Carry one handshake to its end; None if the deadline came first."""
-    conversation = Conversation(sock, address, script, deadline.left())
+    conversation = Conversation(sock, address, script)
     while (hello := conversation.advance()) is None:
         poll = select.poll()
         poll.register(conversation, conversation.events)

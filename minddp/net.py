@@ -204,7 +204,9 @@ def listen(host: str, port: int = 0, deadline: Deadline | None = None) -> Listen
 
     Raises: UsageError if the port is taken or the address is not one of this machine's.
     """
-    family, address = resolve(host, port, deadline or Deadline(10.0))[0]
+    addresses = resolve(host, port, deadline or Deadline(10.0))
+    # "localhost" is ::1 as well as 127.0.0.1, and other ranks may write the latter.
+    family, address = min(addresses, key=lambda found: found[0] != socket.AF_INET)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Without it a port stays blocked for a minute after the job that used it.
@@ -232,10 +234,9 @@ def listen_in_range(host: str, ports: str | None) -> Listener:
     for port in range(first, last + 1):
         try:
             return listen(host, port)
-        except UsageError:
-            if port == last:
-                raise
-    raise AssertionError("unreachable: the last port has returned or raised")
+        except UsageError as taken:
+            why = taken
+    raise UsageError(f"MINDDP_PORT_RANGE={ports} has no port to listen on: {why}")
 
 
 def adopt(fd: int) -> Listener:
@@ -273,7 +274,7 @@ def _why_not_bound(exc: OSError, where: str) -> str:
 class Link:
     """One authenticated TCP connection to the rank `peer`; never blocks."""
 
-    def __init__(self, sock: socket.socket, peer: int, timeout: float = 60.0):
+    def __init__(self, sock: socket.socket, peer: int, timeout: float):
         self.peer = peer
         self.address = shown(sock.getpeername())
         self.local_host: str = sock.getsockname()[0]
@@ -376,14 +377,14 @@ def _tune(sock: socket.socket, timeout: float) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # How long data that was sent may wait: for an acknowledgement, or at a slow reader.
+    # Somewhat longer than a collective waits, whose error says more than the kernel's.
+    milliseconds = min(int((timeout + 10) * 1000), 2**31 - 1)
     options = (
         ("TCP_KEEPIDLE", 15),  # seconds of silence before the first probe
         ("TCP_KEEPINTVL", 5),  # seconds between probes
         ("TCP_KEEPCNT", 3),  # probes without an answer
-        (
-            "TCP_USER_TIMEOUT",
-            int(timeout * 1000),
-        ),  # ms that sent data may stay unacknowledged
+        ("TCP_USER_TIMEOUT", milliseconds),
     )
     for name, value in options:
         if hasattr(socket, name):  # macOS and BSD lack some

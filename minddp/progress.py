@@ -31,5 +31,7 @@ def progress(
     except ImportError:  # it comes with the extra: pip install 'minddp[viz]'
         return iterable
     ncols = COLUMNS if piped else None
-    bar: Iterable[Any] = tqdm(iterable, desc=desc, file=sys.stderr, ncols=ncols)
+    bar: Iterable[Any] = tqdm(
+        iterable, desc=desc, file=sys.stderr, ncols=ncols, leave=False
+    )
     return bar

@@ -34,7 +34,15 @@ from collections.abc import Mapping
 from minddp.control import Control
 from minddp.environment import Job
 from minddp.errors import PeerError, PeerTimeout, UsageError
-from minddp.handshake import CONTROL, RING, Hello, Script, answer, introduce
+from minddp.handshake import (
+    CONTROL,
+    RING,
+    HandshakeError,
+    Hello,
+    Script,
+    answer,
+    introduce,
+)
 from minddp.lobby import Lobby, dial
 from minddp.net import (
     Alarm,
@@ -59,6 +67,8 @@ class Rendezvous:
         self.job, self.deadline = job, deadline
         self.alarm = Alarm()
         self.control = Control(job.rank, job.world_size, self.alarm, timeout)
+        self._timeout = timeout
+        self._ring_port: Listener | None = None
         self._me = Hello(CONTROL, job.rank, job.world_size, job.job_id)
         self._settings: Mapping[str, str] = os.environ
 
@@ -72,7 +82,7 @@ class Rendezvous:
         lobby: Lobby | None = None
         try:
             own_port = self._gather() if self.job.rank == 0 else self._join()
-            lobby = Lobby(own_port, self._answer_left, self.alarm)
+            lobby = Lobby(own_port, self._answer_left, self.alarm, self._timeout)
             table = self.control.wait_for_table(self.deadline)
             return self._build_ring(lobby, table)
         except PeerError as error:
@@ -85,6 +95,8 @@ class Rendezvous:
         """After a failure: end the control thread, close everything."""
         self.control.leave()
         self.alarm.close()
+        if self._ring_port:
+            self._ring_port.close()
 
     # ---- 1. Join ----
 
@@ -100,7 +112,10 @@ class Rendezvous:
             # Closed after this: a later group of this process binds the port itself.
             os.environ.pop("MINDDP_LISTEN_FD", None)
         seats: dict[int, tuple[str, int]] = {}
-        lobby = Lobby(master, lambda: self._answer_member(seats), self.alarm)
+        lobby = Lobby(
+            *(master, lambda: self._answer_member(seats)),
+            *(self.alarm, self._timeout, job.world_size),
+        )
         host = master.host
         try:
             for hello, link in lobby.links(self.deadline):
@@ -117,10 +132,10 @@ class Rendezvous:
                 )
         finally:
             lobby.close()
-        own_port = self._open_ring_port(master.host)
-        seats[0] = self._setting_host() or host, own_port.port
+        port = self._open_ring_port(master.host)
+        seats[0] = self._setting_host() or host, port.port
         self.control.publish([seats[r] for r in range(job.world_size)])
-        return own_port
+        return port
 
     def _answer_member(self, seats: dict[int, tuple[str, int]]) -> Script:
         def objection(hello: Hello) -> str | None:
@@ -136,21 +151,20 @@ class Rendezvous:
         """Other ranks: dial rank 0 and say where this rank can be dialed."""
         job = self.job
         require_token(job.master_addr, job.master_port, job.token, self.deadline)
-        own_port: Listener | None = None
 
         def script(local_host: str) -> Script:
-            nonlocal own_port
-            if own_port:
-                own_port.close()
-            own_port = self._open_ring_port(local_host)
+            port = self._open_ring_port(local_host)
             me = Hello(
                 *(CONTROL, job.rank, job.world_size, job.job_id),
-                *(own_port.host, own_port.port),
+                *(port.host, port.port),
             )
             return introduce(me, job.token)
 
         try:
-            link = dial(job.master_addr, job.master_port, script, self.deadline)
+            link = dial(
+                *(job.master_addr, job.master_port, script, self.deadline),
+                timeout=self._timeout,
+            )
         except PeerTimeout as late:
             raise PeerTimeout(
                 f"rank {job.rank} could not reach rank 0 in "
@@ -158,19 +172,23 @@ class Rendezvous:
                 "MASTER_ADDR and MASTER_PORT right, does a firewall stand between?",
                 0,
             ) from late.__cause__
-        except UsageError as refused:
+        except HandshakeError as refused:
             raise UsageError(
-                f"rank {job.rank} was not let in by rank 0: {refused}. All ranks need "
-                "the same MINDDP_TOKEN, MINDDP_JOB_ID and WORLD_SIZE; or another "
-                "program has this port."
+                f"rank {job.rank} was not let in by rank 0 at {job.master_addr}:"
+                f"{job.master_port}: {refused}. All ranks need the same MINDDP_TOKEN, "
+                "MINDDP_JOB_ID and WORLD_SIZE; or another program has this port."
             ) from None
         self.control.add(0, link)
-        assert own_port, "dial has called script"
-        return own_port
+        assert self._ring_port, "dial has called script"
+        return self._ring_port
 
     def _open_ring_port(self, host: str) -> Listener:
+        """The port at which the left neighbour will dial; replaces an earlier one."""
+        if self._ring_port:
+            self._ring_port.close()
         ports = self._settings.get("MINDDP_PORT_RANGE")
-        return listen_in_range(self._setting_host() or host, ports)
+        self._ring_port = listen_in_range(self._setting_host() or host, ports)
+        return self._ring_port
 
     def _setting_host(self) -> str | None:
         name = self._settings.get("MINDDP_IFNAME")
