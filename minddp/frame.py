@@ -50,11 +50,9 @@ CONTROL_LIMIT = 1 << 20  # bytes of JSON; the table of 10,000 ranks has about 40
 # A code is a position in its table, and 0 stands for "does not apply".
 OPS = ("", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 REDUCTIONS = ("", "sum", "avg", "min", "max", "prod")
-DTYPES = (
-    *("", "float16", "float32", "float64", "int8", "int16", "int32", "int64"),
-    *("uint8", "bool"),
-)
-ITEMSIZE = dict(zip(DTYPES, (0, 2, 4, 8, 1, 2, 4, 8, 1, 1), strict=True))
+FLOATS = ("float16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+DTYPES = ("", *FLOATS, *INTEGERS, "bool")
 
 _LAYOUT = struct.Struct(">4s5BxHh2xQQQ")
 _CRC = struct.Struct(">I")

@@ -199,10 +199,8 @@ class ProcessGroup:
         with self._lock:
             self._check_alive()
             self._sequence += 1
-            call = Header(
-                *(Kind.DATA, self._sequence, op, reduce, flat.dtype.name, root),
-                *(bucket, flat.size, flat.nbytes),
-            )
+            what = op, reduce, flat.dtype.name, root, bucket, flat.size, flat.nbytes
+            call = Header(Kind.DATA, self._sequence, *what)
             if self._links:
                 try:
                     self._enter(call)

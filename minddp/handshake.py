@@ -70,11 +70,9 @@ class Hello:
     port: int = 0
 
     def pack(self, nonce: bytes) -> bytes:
-        job = hashlib.sha256(self.job.encode()).digest()
-        return _HELLO.pack(
-            *(MAGIC, VERSION, self.role, self.rank, self.world_size, job),
-            *(_packed(self.host), self.port, nonce),
-        )
+        who = self.role, self.rank, self.world_size, _digest(self.job)
+        where = _packed(self.host), self.port
+        return _HELLO.pack(MAGIC, VERSION, *who, *where, nonce)
 
 
 def introduce(me: Hello, token: bytes) -> Script:
@@ -142,7 +140,7 @@ def looks_like(start: bytes) -> str:
 
 
 def _wrong_job(me: Hello, caller: Hello, job: bytes) -> str | None:
-    if job != hashlib.sha256(me.job.encode()).digest():
+    if job != _digest(me.job):
         return "it belongs to another job (MINDDP_JOB_ID differs)"
     if caller.world_size != me.world_size:
         return (
@@ -151,6 +149,11 @@ def _wrong_job(me: Hello, caller: Hello, job: bytes) -> str | None:
     if caller.rank >= me.world_size:
         return f"its RANK is {caller.rank} of {me.world_size}"
     return None
+
+
+def _digest(job: str) -> bytes:
+    """A job's name in 32 bytes, however long it is."""
+    return hashlib.sha256(job.encode()).digest()
 
 
 def _mac(token: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:

@@ -30,6 +30,8 @@ import ipaddress
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from minddp.control import Control
 from minddp.environment import Job
@@ -101,8 +103,7 @@ class Rendezvous:
     # ---- 1. Join ----
 
     def _gather(self) -> Listener:
-        """Rank 0: wait for everyone, then publish the table. Returns its own ring
-        port."""
+        """Rank 0: wait for all, then publish the table. Returns its own ring port."""
         job = self.job
         if job.listen_fd is None:
             require_token(job.master_addr, job.master_port, job.token, self.deadline)
@@ -112,10 +113,8 @@ class Rendezvous:
             # Closed after this: a later group of this process binds the port itself.
             os.environ.pop("MINDDP_LISTEN_FD", None)
         seats: dict[int, tuple[str, int]] = {}
-        lobby = Lobby(
-            *(master, lambda: self._answer_member(seats)),
-            *(self.alarm, self._timeout, job.world_size),
-        )
+        script = partial(self._answer_member, seats)
+        lobby = Lobby(master, script, self.alarm, self._timeout, job.world_size)
         host = master.host
         try:
             for hello, link in lobby.links(self.deadline):
@@ -154,17 +153,12 @@ class Rendezvous:
 
         def script(local_host: str) -> Script:
             port = self._open_ring_port(local_host)
-            me = Hello(
-                *(CONTROL, job.rank, job.world_size, job.job_id),
-                *(port.host, port.port),
-            )
+            me = replace(self._me, host=port.host, port=port.port)
             return introduce(me, job.token)
 
         try:
-            link = dial(
-                *(job.master_addr, job.master_port, script, self.deadline),
-                timeout=self._timeout,
-            )
+            where = job.master_addr, job.master_port
+            link = dial(*where, script, self.deadline, self._timeout)
         except PeerTimeout as late:
             raise PeerTimeout(
                 f"rank {job.rank} could not reach rank 0 in "
@@ -200,7 +194,7 @@ class Rendezvous:
         """Dial right, answer left, at the same time: done in turn, all would wait."""
         r, n = self.job.rank, self.job.world_size
         right = (r + 1) % n
-        me = Hello(RING, r, n, self.job.job_id)
+        me = replace(self._me, role=RING)
         lobby.call(right, *table[right], introduce(me, self.job.token))
         ends: dict[str, Link] = {}
         for hello, link in lobby.links(self.deadline):

@@ -204,10 +204,9 @@ def run_groups(
     listener = listen("127.0.0.1")
 
     def one_rank(r: int) -> None:
-        job = Job(
-            *(r, n, r, n, "127.0.0.1", listener.port, token, "testing"),
-            *(os.dup(listener.fileno()) if r == 0 else None, "testing"),
-        )
+        fd = os.dup(listener.fileno()) if r == 0 else None
+        where = "127.0.0.1", listener.port
+        job = Job(r, n, r, n, *where, token, "testing", fd, launcher="testing")
         try:
             with ProcessGroup(job, timeout, timeout) as pg:
                 results[r] = body(pg)

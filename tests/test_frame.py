@@ -9,7 +9,6 @@ from minddp.frame import (
     CONTROL_LIMIT,
     DTYPES,
     HEADER_BYTES,
-    ITEMSIZE,
     OPS,
     REDUCTIONS,
     FrameError,
@@ -44,13 +43,6 @@ def test_a_header_survives_packing(op, dtype):
             *(65535, -1, 2**31 + 8, 2**33),  # more than 31 bits of elements
         )
         assert Header.unpack(header.pack()) == header
-
-
-def test_item_sizes_are_numpys():
-    numpy = pytest.importorskip("numpy")
-    assert {d: numpy.dtype(d).itemsize for d in DTYPES[1:]} == {
-        d: ITEMSIZE[d] for d in DTYPES[1:]
-    }
 
 
 @pytest.mark.parametrize("bit", range(HEADER_BYTES * 8))
