@@ -80,8 +80,8 @@ class Control:
         """Rank 0: everyone has joined; tell them where everyone is."""
         self._post("table", table)
 
-    def wait_for_table(self, deadline: Deadline) -> list[tuple[str, int]]:
-        """The address of every rank.
+    def wait_for_table(self, deadline: Deadline, where: str) -> list[tuple[str, int]]:
+        """The address of every rank. `where` rank 0 was joined, for the error.
 
         Raises: the verdict, or PeerTimeout if neither came before the deadline.
         """
@@ -90,8 +90,8 @@ class Control:
             raise self._alarm.error
         if self.table is None:
             raise PeerTimeout(
-                f"rank {self.rank} joined rank 0 at {self._peers[0].link.address}, but "
-                f"not all ranks did within {deadline.seconds:g} s",
+                f"rank {self.rank} joined rank 0 at {where}, but not all ranks did "
+                f"within {deadline.seconds:g} s",
                 0,
             )
         return self.table
@@ -134,9 +134,7 @@ class Control:
                 self._judge_at = float("inf")
                 self._decide(odd_one_out(self._mismatches))
         for peer in list(self._peers.values()):
-            self._read(
-                peer
-            )  # closing with unread bytes would cut off what we just sent
+            self._read(peer)  # closed unread, it would cut off what we just sent
             peer.link.close()
 
     def _wait(self, seconds: float) -> None:
@@ -168,9 +166,8 @@ class Control:
     def _send(self, kind: Kind, content: Any = None, **fields: int) -> None:
         """To rank 0; from rank 0, to all."""
         for peer in list(self._peers.values()):
-            if (
-                kind != Kind.BEAT or not peer.due
-            ):  # beats do not pile up before a deaf peer
+            deaf = bool(peer.due)
+            if kind != Kind.BEAT or not deaf:  # beats are not to pile up
                 peer.due += control_frame(kind, content, **fields)
             self._flush(peer)
 
@@ -193,7 +190,7 @@ class Control:
                     self._handle(peer, *frame)
         except PeerLost as lost:
             self._gone(peer, str(lost))
-        except FrameError as exc:
+        except (FrameError, TypeError, ValueError) as exc:
             self._gone(peer, f"it sent something that is no frame: {exc}")
 
     def _handle(self, peer: "_Peer", header: Header, content: Any) -> None:
@@ -204,7 +201,8 @@ class Control:
                 self.table = [(host, port) for host, port in content]
                 self._table_came.set()
             case Kind.ABORT if self.rank == 0:
-                self._report(Accusation(**content))
+                # Judged after the beats of all other ranks have been read.
+                self._notes.append(("accuse", Accusation(**content)))
             case Kind.ABORT:
                 self._decide(Accusation(**content))
             case Kind.GOODBYE:
@@ -280,17 +278,11 @@ class Control:
         if verdict is None:
             if not self._silent(0):
                 return error
-            text = (
-                "rank 0 is not responding: stopped, or its host is cut off? Noticed as "
-            )
-            return PeerTimeout(text + mine.text, 0)
-        first_hand = (verdict.kind, verdict.culprit) == ("lost", mine.culprit)
-        first_hand &= mine.culprit not in self.departed
-        return (
-            error
-            if first_hand and not verdict.confession
-            else verdict.as_error(self.rank)
-        )
+            text = "rank 0 is not responding. Is it stopped, or its host cut off?"
+            return PeerTimeout(f"{text} Noticed as {mine.text}", 0)
+        same = (verdict.kind, verdict.culprit) == ("lost", mine.culprit)
+        explained = verdict.confession or mine.culprit in self.departed
+        return error if same and not explained else verdict.as_error(self.rank)
 
     def _silent(self, rank: int) -> bool:
         peer = self._peers.get(rank)

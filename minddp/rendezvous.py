@@ -85,7 +85,8 @@ class Rendezvous:
         try:
             own_port = self._gather() if self.job.rank == 0 else self._join()
             lobby = Lobby(own_port, self._answer_left, self.alarm, self._timeout)
-            table = self.control.wait_for_table(self.deadline)
+            where = f"{self.job.master_addr}:{self.job.master_port}"
+            table = self.control.wait_for_table(self.deadline, where)
             return self._build_ring(lobby, table)
         except PeerError as error:
             raise self.control.accuse(error) from error.__cause__

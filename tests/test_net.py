@@ -9,6 +9,7 @@ import errno
 import os
 import random
 import re
+import select
 import socket
 import struct
 import subprocess
@@ -24,7 +25,14 @@ from minddp import lobby, net
 from minddp.environment import Job
 from minddp.errors import MindDPError, PeerError, PeerLost, PeerTimeout, UsageError
 from minddp.group import ProcessGroup
-from minddp.handshake import CONTROL, RING, Hello, answer, introduce
+from minddp.handshake import (
+    CONTROL,
+    RING,
+    HandshakeError,
+    Hello,
+    answer,
+    introduce,
+)
 from minddp.net import Alarm, Deadline
 
 TOKEN = b"the token of this test"
@@ -141,6 +149,15 @@ def wait_until(true, seconds=5.0):
 # ---- Strangers ----
 
 
+def lobby_of(job, caplog):
+    """Rank 0, once it has dropped its first stranger: all its descriptors are open."""
+    rank_0 = Rank(job)
+    knock(job.master_port).close()
+    wait_until(lambda: caplog.messages)
+    caplog.clear()
+    return rank_0
+
+
 def knock(port, data=b""):
     client = socket.create_connection(("127.0.0.1", port), timeout=5)
     client.sendall(data)
@@ -194,7 +211,7 @@ def test_ranks_meet_within_two_seconds_while_strangers_knock():
 def test_each_stranger_is_closed_in_time_with_one_line_in_the_log(monkeypatch, caplog):
     monkeypatch.setattr(lobby, "HANDSHAKE_SECONDS", 0.5)
     first, second = bound_jobs(2)
-    rank_0 = Rank(first)
+    rank_0 = lobby_of(first, caplog)
     fds = descriptors()
     hello = Hello(CONTROL, 1, 2, "job").pack(bytes(32))
     said = {
@@ -227,10 +244,12 @@ def test_each_stranger_is_closed_in_time_with_one_line_in_the_log(monkeypatch, c
 
 def test_a_crowd_fills_neither_the_log_nor_the_table_of_descriptors(caplog):
     first, second = bound_jobs(2)
-    rank_0, fds = Rank(first), descriptors()
+    rank_0, fds = lobby_of(first, caplog), descriptors()
     crowd = [knock(first.master_port) for _ in range(200)]
+    places = lobby.PENDING_CONNECTIONS
+    wait_until(lambda: len(select.select(crowd, [], [], 0)[0]) == len(crowd) - places)
     own = len(crowd)  # the clients' ends are in this process, too
-    wait_until(lambda: descriptors() <= fds + own + lobby.PENDING_CONNECTIONS)
+    assert descriptors() <= fds + own + places
     assert [rank.result() for rank in (rank_0, Rank(second))] == [11, 11]
     assert len(caplog.messages) <= lobby.LOGGED_STRANGERS + 2
     for client in crowd:
@@ -286,7 +305,7 @@ def test_who_may_not_join_is_told_why_and_the_members_do_not_notice(wrong, reaso
 
 def refusal(job, hello):
     """Why rank 0 refuses this Hello."""
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(HandshakeError) as refused:
         dial(job, hello).close()
     return str(refused.value)
 
