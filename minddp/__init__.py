@@ -5,13 +5,15 @@ To train:
     import minddp
     from minddp import nn, optim, functional as F
 
-To read, in this order:
+To read, from the bottom up (docs/ leads through it):
 
-    tensor_ops   formulas on arrays        frame        bytes on the wire
-    autograd     the tape                  handshake    who may join
-    functional   functions on tensors      net          links between ranks
-    nn, optim    models that learn         rendezvous   how ranks find one another
-    data         batches, and whose        ring         how n ranks add
+    device       where arrays live         frame        bytes on the wire
+    tensor_ops   formulas on arrays        handshake    who may join
+    autograd     the tape                  net, lobby   links between ranks
+    functional   functions on tensors      verdict      who failed first
+    nn, optim    models that learn         control      failing and leaving together
+    data         batches, and whose        rendezvous   how ranks find one another
+                                           ring         how n ranks add
                                            group        collectives in one order
                             `------>  ddp  <------'
 

@@ -15,7 +15,7 @@ HELP = """\
 minddp: distributed data-parallel training, small enough to read
 
   minddp run -n 2 train.py ...    run a script as the ranks of one job
-  minddp bench all-reduce ...     time collectives or training steps
+  minddp bench all-reduce ...     time the ring's all-reduce
 
   minddp COMMAND --help           the options of a command
   minddp --version

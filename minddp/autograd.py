@@ -22,9 +22,9 @@ Worked example, x = 2, w = 3 (and `sum` does nothing, there is one element).
 
 Invariants.
 1.  A leaf's hooks run the moment its last use has delivered, not at the end: this is
-    how DDP sends late layers' gradients while early layers are still computing.
+    how a DDP can send late layers' gradients while early layers still compute.
 2.  The gradient of a leaf has its shape and dtype. Once there, its array is added to in
-    place and never replaced: under DDP it is a view into a bucket.
+    place and never replaced: a DDP may have made it a view into a bucket.
 3.  An array that an op handed out is not written to, for others may hold it as well.
 4.  References point from results to inputs only. Without cycles, an array is freed when
     its last user lets go, with no need of the garbage collector.

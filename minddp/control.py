@@ -1,10 +1,10 @@
-"""The control plane: a star of links to rank 0, over which ranks live, fail and leave.
+r"""The control plane: a star of links to rank 0, over which ranks live, fail and leave.
 
            rank 0          Each rank runs one thread that owns its control links. Over
-          /   |   \\         them go only small frames (frame.py):
+          /   |   \         them go only small frames (frame.py):
          1    2    3
 
-    TABLE    0 -> all        where every rank can be dialed
+    TABLE    0 -> all        where every rank can be dialled
     BEAT     both ways       "I am alive, and in collective #17", every 2 seconds
     ABORT    r -> 0          an accusation: "rank 1 closed its connection during #17"
              0 -> all        the verdict (verdict.py), the same for all ranks

@@ -43,6 +43,7 @@ import numpy as np
 
 from minddp.autograd import Tensor, as_tensor
 from minddp.device import Array, generator
+from minddp.environment import seat
 from minddp.errors import UsageError
 
 # ---- Datasets ----
@@ -153,8 +154,8 @@ def _read(file: BinaryIO, limit: int) -> bytes:
 class DistributedSampler:
     """The indices of one rank's samples: positions r, r + n, ... of a common order.
 
-    Without num_replicas and rank it asks WORLD_SIZE and RANK, which the launcher sets,
-    and else takes itself for the only process. Call `set_epoch` before each epoch, or
+    Without num_replicas and rank it looks for the launcher's variables (environment.py),
+    and without a launcher it takes itself for the only process. Call `set_epoch` before each epoch, or
     every epoch has the order of the first.
 
     In PyTorch: `torch.utils.data.DistributedSampler`, which has no pad=False.
@@ -172,8 +173,9 @@ class DistributedSampler:
     ):
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.drop_last, self.pad, self.epoch = drop_last, pad, 0
-        self.num_replicas = _from_environment(num_replicas, "WORLD_SIZE", 1)
-        self.rank = _from_environment(rank, "RANK", 0)
+        own_rank, world_size = seat() if None in (rank, num_replicas) else (0, 1)
+        self.num_replicas = world_size if num_replicas is None else num_replicas
+        self.rank = own_rank if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:
             raise UsageError(
                 f"DistributedSampler: there is no rank {self.rank} among "
@@ -203,10 +205,6 @@ class DistributedSampler:
 
     def __len__(self) -> int:
         return len(range(self.rank, self._total(), self.num_replicas))
-
-
-def _from_environment(value: int | None, name: str, default: int) -> int:
-    return value if value is not None else int(os.environ.get(name, default))
 
 
 # ---- Mini-batches ----

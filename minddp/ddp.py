@@ -11,7 +11,7 @@ compute the same.
 
 Rule 1.  Replicas start equal: rank 0's parameters and buffers are broadcast.
 Rule 2.  Replicas take equal steps: before `backward` returns, every gradient has been
-         replaced by its average over the ranks, which has the same bits on all of them.
+         overwritten with its average over the ranks, which has the same bits on all.
          So the optimizers, which never communicate, do the same everywhere.
 Rule 3.  Order is the order of definition, on every rank. The k-th all-reduce of one
          rank meets the k-th of the others, whatever the two are about.

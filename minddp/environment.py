@@ -100,10 +100,7 @@ def from_environment(
     Raises: UsageError naming the variable, its value and what to do.
     """
     launcher = _launcher(env)
-    r, n = _seat(
-        _given(env, launcher.rank, "rank", rank),
-        _given(env, launcher.world_size, "world_size", world_size),
-    )
+    r, n = seat(env, rank, world_size)
     hosts = _slurm_hosts(env) if launcher is SLURM else []
     addr = _address(_given(env, "MASTER_ADDR", "master_addr", master_addr))
     together = n == 1 or len(hosts) == 1 or _is_loopback(addr)
@@ -119,6 +116,22 @@ def from_environment(
         job_id=_job_id(env),
         listen_fd=_listen_fd(env) if r == 0 else None,
         launcher=launcher.name,
+    )
+
+
+def seat(
+    env: Mapping[str, str] = os.environ,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> tuple[int, int]:
+    """(rank, world size) of this process; (0, 1) without a launcher. Arguments win.
+
+    Raises: UsageError naming the variable, its value and what to do.
+    """
+    launcher = _launcher(env)
+    return _seat(
+        _given(env, launcher.rank, "rank", rank),
+        _given(env, launcher.world_size, "world_size", world_size),
     )
 
 

@@ -26,8 +26,8 @@ executed.
 
 Worked example.  `all_reduce` number 17 of 1,024 float32, summed, for bucket 3:
 
-    Header(Kind.DATA, 17, "all_reduce", "sum", "float32", root=0, bucket=3, count=1024)
-    -> b"mddp" 01 01 01 02 03 00 0000 0003 0000 0000000000000011 0000000000000400 ...
+    Header(Kind.DATA, 17, "all_reduce", "sum", "float32", 0, 3, 1024, 4096)
+    -> mddp 01 01 01 01 02 00 0000 0003 0000 ...11 ...0400 ...1000 crc32
 
 In PyTorch: `c10d::CollectiveFingerPrint` (ProcessGroupWrapper.cpp), and only in debug
 mode.

@@ -122,8 +122,9 @@ class ProcessGroup:
         """`array` becomes the reduction of all ranks' arrays, the same bits on all
         ranks.
 
-        array: any shape and strides, writable. op: sum, avg, min, max or prod.
-        bucket: shown in errors.
+        array: any shape and strides, writable. bucket: shown in errors.
+        op: sum, avg, min, max or prod. PyTorch's name for it; inside it is `reduce`, as
+        `op` is the collective there.
 
         Raises: UsageError; PeerError, after which the content of `array` is undefined.
         """
@@ -194,7 +195,7 @@ class ProcessGroup:
     ) -> Array:
         """Number the call, run it, bring the result home. Returns the flat result."""
         op = algorithm.__name__
-        check(op, array, reduce)
+        check_array(op, array, reduce)
         flat = native_flat(array)
         with self._lock:
             self._check_alive()
@@ -207,7 +208,7 @@ class ProcessGroup:
                     algorithm(self._links, flat, call, Deadline(self.timeout))
                 except BaseException as error:
                     self._fail(error, f"in {call}")
-                self._messages += messages(call, self.rank, self.world_size)
+                self._messages += count_messages(call, self.rank, self.world_size)
         if not np.may_share_memory(flat, array):
             array[...] = flat.reshape(array.shape)
         return flat
@@ -218,7 +219,7 @@ class ProcessGroup:
         if self._closed:
             raise UsageError(f"rank {self.rank} has closed this process group")
         if self._failure:
-            raise again(self._failure)
+            raise same_error(self._failure)
 
     def _enter(self, call: Header) -> None:
         """Tell the control plane where we are, and learn from it who has left."""
@@ -246,7 +247,7 @@ class ProcessGroup:
         self._links.close()
         if error is not peer_error:
             raise error
-        raise again(self._failure) from error.__cause__
+        raise same_error(self._failure) from error.__cause__
 
     def abort(self, error: BaseException) -> None:
         """Leave because of `error`: the other ranks raise PeerLost, naming this
@@ -316,7 +317,7 @@ def _leave_at_exit() -> None:
             group.abort(error)
 
 
-def again(error: PeerError) -> PeerError:
+def same_error(error: PeerError) -> PeerError:
     """The same error without the traceback of where it was raised before."""
     return type(error)(str(error), error.culprit)
 
@@ -324,7 +325,7 @@ def again(error: PeerError) -> PeerError:
 # ---- Arrays on their way in ----
 
 
-def check(op: str, array: Array, reduce: str) -> None:
+def check_array(op: str, array: Array, reduce: str) -> None:
     """Raises: UsageError if this array cannot go through this collective."""
     if not isinstance(array, np.ndarray):
         raise UsageError(
@@ -354,7 +355,7 @@ def native_flat(array: Array) -> Array:
     return np.ascontiguousarray(array, dtype=little_endian).reshape(-1)
 
 
-def messages(call: Header, r: int, n: int) -> int:
+def count_messages(call: Header, r: int, n: int) -> int:
     """The ring steps in which rank r sends: one for each chunk its right neighbour
     gets."""
     return len(ring.arrivals(call, (r + 1) % n, n))

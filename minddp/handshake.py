@@ -8,8 +8,8 @@ sockets. Each `yield` means "send these bytes, then bring me that many":
       HELLO  role, rank, world size, job, nonce  --->
                                                  <---  CHALLENGE  version, nonce
       PROOF  HMAC("dialer", all of the above)    --->
-                                                 <---  VERDICT  HMAC("listener", all),
-                                                       welcome, or refused and why
+                                                 <---  REPLY  welcome, or why not,
+                                                       HMAC("listener", all of it)
 
 Rule 1.  Until the dialer has proved the token it learns nothing: a stranger gets a
          nonce and a closed connection. After that, a refusal comes with its reason in
@@ -17,11 +17,12 @@ Rule 1.  Until the dialer has proved the token it learns nothing: a stranger get
 Rule 2.  Every message has a fixed size, all together under 256 bytes a side. Whoever
          sends something else is dropped at the first four bytes.
 
-The HMAC-SHA256 (RFC 2104) covers the side, so that a proof cannot be reflected; role
-and rank, so that it cannot be used for another seat; both nonces, so that it cannot be
-replayed. Without a token the key is empty: the same conversation still keeps other
-jobs, other versions and stray HTTP clients out, but anybody on the machine could join.
-Hence loopback only.
+An HMAC is a checksum that only a holder of the key can make, a nonce a number that is
+used once. Our HMAC-SHA256 (RFC 2104) covers the side, so that a proof cannot be
+reflected; role and rank, so that it cannot be used for another seat; both nonces, so
+that it cannot be replayed. Without a token the key is empty: the same conversation
+still keeps other jobs, other versions and stray HTTP clients out, but anybody on the
+machine could join. Hence loopback only.
 
 In PyTorch: nothing; its security policy asks for a trusted network.
 
@@ -44,7 +45,7 @@ NONCE = MAC = 32  # bytes
 
 _HELLO = struct.Struct(">4sBB2xII32s16sH32s")
 _CHALLENGE = struct.Struct(">4sB3x32s")
-_VERDICT = struct.Struct(">B32s120s")
+_REPLY = struct.Struct(">B120s32s")
 
 Script = Generator[tuple[bytes, int], bytes, "Hello"]
 
@@ -60,7 +61,7 @@ class Stranger(HandshakeError):
 @dataclass(frozen=True)
 class Hello:
     """Who is calling: the seat a connection asks for, and where its rank can be
-    dialed."""
+    dialled."""
 
     role: int
     rank: int
@@ -88,12 +89,12 @@ def introduce(me: Hello, token: bytes) -> Script:
         raise HandshakeError(f"it speaks wire version {version}, this rank {VERSION}")
 
     proof = _mac(token, b"dialer", hello, nonce)
-    welcome, mac, reason = _VERDICT.unpack((yield proof, _VERDICT.size))
-    if not hmac.compare_digest(mac, _mac(token, b"listener", hello, nonce)):
+    welcome, reason, mac = _REPLY.unpack((yield proof, _REPLY.size))
+    said = nonce + bytes([welcome]) + reason
+    if not hmac.compare_digest(mac, _mac(token, b"listener", hello, said)):
         raise HandshakeError("it does not hold the token of this job (MINDDP_TOKEN)")
     if not welcome:
         raise HandshakeError(reason.rstrip(b"\0").decode(errors="replace"))
-    yield b"", 0
     return me
 
 
@@ -121,8 +122,8 @@ def answer(me: Hello, token: bytes, objection: Callable[[Hello], str | None]) ->
 
     caller = Hello(role, rank, world_size, me.job, _unpacked(host), port)
     reason = _wrong_job(me, caller, job) or objection(caller)
-    mac = _mac(token, b"listener", hello, nonce)
-    yield _VERDICT.pack(not reason, mac, (reason or "").encode()[:120]), 0
+    said = struct.pack(">?120s", not reason, (reason or "").encode()[:120])
+    yield said + _mac(token, b"listener", hello, nonce + said), 0
     if reason:
         raise HandshakeError(f"rank {rank} was refused: {reason}")
     return caller
@@ -156,8 +157,8 @@ def _digest(job: str) -> bytes:
     return hashlib.sha256(job.encode()).digest()
 
 
-def _mac(token: bytes, side: bytes, hello: bytes, nonce: bytes) -> bytes:
-    text = b"minddp handshake, " + side + hello + nonce
+def _mac(token: bytes, side: bytes, hello: bytes, rest: bytes) -> bytes:
+    text = b"minddp handshake, " + side + hello + rest
     return hmac.digest(token, text, "sha256")
 
 

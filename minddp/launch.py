@@ -138,9 +138,7 @@ def common_environment(
     common = {name: value for name, value in env.items() if name not in NOT_INHERITED}
     common["WORLD_SIZE"] = str(layout.world_size)
     common["LOCAL_WORLD_SIZE"] = str(layout.nproc)
-    common["PYTHONUNBUFFERED"] = (
-        "1"  # a rank that is killed has then said all it printed
-    )
+    common["PYTHONUNBUFFERED"] = "1"  # what a killed rank has printed is not lost
     for name in THREAD_VARIABLES:
         common.setdefault(name, str(max(1, cores // layout.nproc)))
     return common

@@ -1,4 +1,4 @@
-"""The lobby: where connections become links. Answers all who knock, dials whom we call.
+"""The lobby: where connections become links. Answers who knocks, dials others.
 
                  listen                      .-- stranger: dropped within 5 s
     rank 0  ---------------  Lobby  <--------+-- rank 1: handshake -> Link
@@ -96,49 +96,50 @@ class Conversation:
 
 
 class Lobby:
-    """Carries on all handshakes at one listener, and those of our own calls.
+    """Carries on all handshakes at one listener, and with those whom we dial.
 
-    `script` makes our side of a visitor's handshake. `timeout` (seconds) is the
+    `make_script` gives our side of a visitor's handshake. `timeout` (seconds) is the
     group's; the links are tuned to it.
     """
 
     def __init__(
         self,
         listener: Listener,
-        script: Callable[[], Script],
+        make_script: Callable[[], Script],
         alarm: Alarm,
         timeout: float = 60.0,
         world_size: int = 1,
     ):
-        self._listener, self._script, self._alarm = listener, script, alarm
+        self._listener, self._alarm = listener, alarm
+        self._make_script = make_script
         self._timeout = timeout
         # More than the ranks that may all knock at the same moment.
         self._places = max(PENDING_CONNECTIONS, 4 * world_size)
         self._visitors: list[Conversation] = []
-        self._calls: dict[int, Conversation] = {}  # by the rank that we call
+        self._dialled: dict[int, Conversation] = {}  # by the rank that we call
         self._strangers = 0
 
-    def call(self, rank: int, host: str, port: int, script: Script) -> None:
+    def dial(self, rank: int, host: str, port: int, script: Script) -> None:
         """Start to dial a rank at an address in digits; `links` yields its link."""
         family, address = resolve(host, port, Deadline(0))[0]
         sock = start_connecting(family, address)
-        self._calls[rank] = Conversation(sock, address, script)
+        self._dialled[rank] = Conversation(sock, address, script)
 
     def links(self, deadline: Deadline) -> Iterator[tuple[Hello | None, Link]]:
-        """Yields each link as its handshake ends, with who knocked (None: we called).
+        """Yields each link as its handshake ends, with who knocked (None: we dialled).
 
-        Ends at the deadline. Raises: PeerLost if a call of ours fails, the alarm's
+        Ends at the deadline. Raises: PeerLost if one we dialled fails, the alarm's
         error if the group fails.
         """
         while self._wait(deadline):
             self._let_in()
-            for rank, call in list(self._calls.items()):
+            for rank, dialled in list(self._dialled.items()):
                 try:
-                    done = call.advance()
+                    done = dialled.advance()
                 except (HandshakeError, OSError) as exc:
-                    raise PeerLost(f"{shown(call.address)}: {exc}", rank) from exc
+                    raise PeerLost(f"{shown(dialled.address)}: {exc}", rank) from exc
                 if done:
-                    sock = self._calls.pop(rank).sock
+                    sock = self._dialled.pop(rank).sock
                     yield None, Link(sock, rank, self._timeout)
             for visitor in list(self._visitors):
                 try:
@@ -152,11 +153,11 @@ class Lobby:
                     self._drop(visitor, str(exc))
 
     def waiting_for(self) -> list[tuple[int, str]]:
-        """The calls that nobody has answered yet: (rank, address)."""
-        return [(rank, shown(call.address)) for rank, call in self._calls.items()]
+        """Whom we have dialled in vain so far: (rank, address)."""
+        return [(rank, shown(each.address)) for rank, each in self._dialled.items()]
 
     def close(self) -> None:
-        for conversation in [*self._visitors, *self._calls.values()]:
+        for conversation in [*self._visitors, *self._dialled.values()]:
             conversation.sock.close()
         self._listener.close()
 
@@ -165,7 +166,7 @@ class Lobby:
         poll = select.poll()
         poll.register(self._alarm, select.POLLIN)
         poll.register(self._listener, select.POLLIN)
-        for conversation in [*self._visitors, *self._calls.values()]:
+        for conversation in [*self._visitors, *self._dialled.values()]:
             poll.register(conversation, conversation.events)
         patience = [deadline.left(), *(v.deadline.left() for v in self._visitors)]
         poll.poll(min(patience) * 1000 + 1)
@@ -176,7 +177,7 @@ class Lobby:
     def _let_in(self) -> None:
         """One visitor a turn, so that a crowd does not push out who is being heard."""
         if connection := self._listener.accept():
-            visitor = Conversation(*connection, self._script())
+            visitor = Conversation(*connection, self._make_script())
             self._visitors.append(visitor)
             if len(self._visitors) > self._places:
                 self._drop(self._visitors[0], "too many connections are pending")
@@ -194,17 +195,17 @@ class Lobby:
 def dial(
     host: str,
     port: int,
-    script: Callable[[str], Script],
+    make_script: Callable[[str], Script],
     deadline: Deadline,
     timeout: float = 60.0,
 ) -> Link:
     """A link to rank 0, which may not be there yet: tries until the deadline.
 
-    `script(local_host)` makes the handshake, once it is known from which of our
+    `make_script(local_host)` gives the handshake, once it is known from which of our
     addresses rank 0 is reached. `timeout` is the group's, for the link.
 
     Raises: PeerTimeout if nobody listens before the deadline; HandshakeError if
-    somebody does and does not let us in; what `script` raises.
+    somebody does and does not let us in; what `make_script` raises.
     """
     last: OSError | None = None
     addresses = resolve(host, port, deadline)
@@ -215,7 +216,7 @@ def dial(
             sock = connect(family, address, deadline)
             try:
                 local_host = sock.getsockname()[0]
-                if _converse(sock, address, script(local_host), deadline):
+                if _converse(sock, address, make_script(local_host), deadline):
                     return Link(sock, 0, timeout)
             except BaseException:
                 sock.close()

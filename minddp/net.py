@@ -12,9 +12,9 @@ The only module that imports `socket`. From the ground up:
     rank r-1  ------------> | kernel's buffers, wire | ------------>  rank r
       right                 '------------------------'                  left
 
-Rule 1.  Every socket is non-blocking, and every wait is a `poll` that ends at a
-         deadline. A blocking call could outlive the deadline, and a timeout on each
-         system call would not bound a transfer of many.
+Rule 1.  A link is non-blocking, and every wait is a `poll` that ends at a deadline. A
+         blocking call could outlive the deadline, and a timeout on each system call
+         would not bound a transfer of many.
 Rule 2.  Only what is asked for is bound: never a wildcard address unless told to.
 Rule 3.  A connection becomes a Link only by a handshake (lobby.py).
 
@@ -41,7 +41,7 @@ from typing import Any
 
 from minddp.errors import PeerError, PeerLost, PeerTimeout, UsageError
 
-BUFFERS_A_SEND = 64  # iovecs in one sendmsg; Linux takes up to 1,024
+BUFFERS_A_SEND = 64  # handed over in one sendmsg; Linux takes up to 1,024
 
 Address = tuple[Any, ...]  # (host, port) or IPv6's (host, port, flow, scope)
 Bytes = bytes | bytearray | memoryview

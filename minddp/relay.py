@@ -31,8 +31,8 @@ cause is another one.
 In PyTorch: `record` and `ChildFailedError` (torch/distributed/elastic/multiprocessing),
 which go by time alone.
 
-Left out: a log file per rank, colors, and unfinished lines other than bars (a prompt is
-shown when its line ends).
+Left out: a log file per rank, colours, and unfinished lines other than bars (a prompt
+is shown when its line ends).
 """
 
 import signal

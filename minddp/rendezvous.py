@@ -114,12 +114,12 @@ class Rendezvous:
             # Closed after this: a later group of this process binds the port itself.
             os.environ.pop("MINDDP_LISTEN_FD", None)
         seats: dict[int, tuple[str, int]] = {}
-        script = partial(self._answer_member, seats)
-        lobby = Lobby(master, script, self.alarm, self._timeout, job.world_size)
+        make_script = partial(self._answer_member, seats)
+        lobby = Lobby(master, make_script, self.alarm, self._timeout, job.world_size)
         host = master.host
         try:
             for hello, link in lobby.links(self.deadline):
-                assert hello, "rank 0 calls nobody while it gathers"
+                assert hello, "rank 0 dials nobody while it gathers"
                 seats[link.peer] = hello.host, hello.port
                 self.control.add(link.peer, link)
                 host = link.local_host
@@ -148,18 +148,18 @@ class Rendezvous:
         return answer(self._me, self.job.token, objection)
 
     def _join(self) -> Listener:
-        """Other ranks: dial rank 0 and say where this rank can be dialed."""
+        """Other ranks: dial rank 0 and say where this rank can be dialled."""
         job = self.job
         require_token(job.master_addr, job.master_port, job.token, self.deadline)
 
-        def script(local_host: str) -> Script:
+        def make_script(local_host: str) -> Script:
             port = self._open_ring_port(local_host)
             me = replace(self._me, host=port.host, port=port.port)
             return introduce(me, job.token)
 
         try:
             where = job.master_addr, job.master_port
-            link = dial(*where, script, self.deadline, self._timeout)
+            link = dial(*where, make_script, self.deadline, self._timeout)
         except PeerTimeout as late:
             raise PeerTimeout(
                 f"rank {job.rank} could not reach rank 0 in "
@@ -174,7 +174,7 @@ class Rendezvous:
                 "MINDDP_JOB_ID and WORLD_SIZE; or another program has this port."
             ) from None
         self.control.add(0, link)
-        assert self._ring_port, "dial has called script"
+        assert self._ring_port, "dial has called make_script"
         return self._ring_port
 
     def _open_ring_port(self, host: str) -> Listener:
@@ -196,7 +196,7 @@ class Rendezvous:
         r, n = self.job.rank, self.job.world_size
         right = (r + 1) % n
         me = replace(self._me, role=RING)
-        lobby.call(right, *table[right], introduce(me, self.job.token))
+        lobby.dial(right, *table[right], introduce(me, self.job.token))
         ends: dict[str, Link] = {}
         for hello, link in lobby.links(self.deadline):
             ends["left" if hello else "right"] = link
@@ -211,7 +211,9 @@ class Rendezvous:
                 rank,
             )
         left = (r - 1) % n
-        raise PeerTimeout(f"rank {r} was not dialed by its left neighbour {left}", left)
+        raise PeerTimeout(
+            f"rank {r} was not dialled by its left neighbour {left}", left
+        )
 
     def _answer_left(self) -> Script:
         left = (self.job.rank - 1) % self.job.world_size

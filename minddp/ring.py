@@ -1,13 +1,13 @@
-"""Ring collectives: n ranks sum an array while each talks only to its two neighbours.
+r"""Ring collectives: n ranks sum an array while each talks only to its two neighbours.
 
     r, n     this rank, the number of ranks        right = (r + 1) % n
     k        a chunk: one of n near-equal parts    left  = (r - 1) % n
     s        a step, 0 .. n-2
 
               .--> 0 --.
-             /          \\           every rank sends to the right
+             /          \           every rank sends to the right
             3            1          and receives from the left,
-             \\          /           at the same moment
+             \          /           at the same moment
               '--- 2 <-'
 
 Phase 1, reduce-scatter.  Chunk k sets out from rank k+1, is added to at every stop, and
@@ -71,7 +71,7 @@ Script = Iterator[bytearray | memoryview]  # yields each buffer that it wants fi
 # larger ones leave the L2 cache before they are added.
 SEGMENT_BYTES = 512 * 1024
 
-REDUCTIONS: dict[str, Callable[..., Array]] = {
+COMBINE: dict[str, Callable[..., Array]] = {
     "sum": np.add,
     "avg": np.add,  # and one division by n, where a chunk is complete
     "min": np.minimum,
@@ -141,17 +141,17 @@ def pump(
     The script appends to `ready` what may go on to the right. Sending and receiving
     take turns without ever blocking. Were all ranks to send first and receive
     afterwards, each would block as soon as its message exceeded the kernel's buffers,
-    for ever.
+    for ever. Buffers without a byte, here or there, are passed over.
 
     Raises: PeerLost, PeerTimeout, or the error of the group. The ring is then out of
     step and of no more use; arrays that were being received are undefined.
     """
-    wanted = memoryview(next(script, b""))
-    received = 0
+    wanted, received = next_wanted(script), 0
+    drop_sent(ready, 0)
     while wanted or ready:
         try:
             moved = links.send_some(ready) if ready else 0
-            drop(ready, moved)
+            drop_sent(ready, moved)
             got = links.recv_some(wanted) if wanted else 0
         except PeerLost as lost:
             raise explained(lost, links, received, call) from lost.__cause__
@@ -159,7 +159,7 @@ def pump(
             received += got
             wanted = wanted[got:]
             if not wanted:  # it is full: the script uses it and asks for the next
-                wanted = memoryview(next(script, b""))
+                wanted = next_wanted(script)
         if moved or got:
             deadline.restart()
         elif not links.wait(bool(ready), bool(wanted), deadline):
@@ -168,32 +168,33 @@ def pump(
             raise explained(late, links, received, call)
 
 
-def drop(ready: deque[Bytes], count: int) -> None:
-    """Take `count` bytes off the front of these buffers."""
-    while count:
-        first = memoryview(ready[0])
-        if count < len(first):
-            ready[0] = first[count:]
-            return
-        count -= len(first)
-        ready.popleft()
+def next_wanted(script: Script) -> memoryview:
+    """The next memory that the script wants filled; empty if it has ended."""
+    return next((memoryview(buffer) for buffer in script if buffer), memoryview(b""))
+
+
+def drop_sent(ready: deque[Bytes], count: int) -> None:
+    """Take `count` bytes off the front of these buffers, and those that are empty."""
+    while ready and count >= len(ready[0]):
+        count -= len(ready.popleft())
+    if count:
+        ready[0] = memoryview(ready[0])[count:]
 
 
 def exchange(
     links: Links, out: Array, into: Array, call: Header, deadline: Deadline
 ) -> None:
     """Send one array to the right while another comes from the left."""
-    ready: deque[Bytes] = deque([as_bytes(out)] if out.size else [])
-    pump(links, ready, iter([as_bytes(into)] if into.size else []), call, deadline)
+    pump(links, deque([as_bytes(out)]), iter([as_bytes(into)]), call, deadline)
 
 
-def run(
+def run_collective(
     links: Links, ready: deque[Bytes], script: Script, call: Header, deadline: Deadline
 ) -> None:
-    """A whole collective: fingerprints first, so that no byte of another call is used.
+    """Pump with fingerprints first, so that no byte of another call is used.
 
     Raises: PeerMismatch if the left neighbour is in another call, before any array
-    changed.
+    changed; and as `pump`.
     """
     mine, theirs = call.pack(), bytearray(HEADER_BYTES)
 
@@ -216,7 +217,7 @@ def reduce_scatter_stepwise(
     """After it, chunk r of rank r's 1-D array x is complete; other chunks are
     partial."""
     r, n = links.rank, links.world_size
-    add = REDUCTIONS[call.reduce]
+    add = COMBINE[call.reduce]
     for s in range(n - 1):
         sent, mine = chunk(len(x), n, r - 1 - s), chunk(len(x), n, r - 2 - s)
         received = np.empty_like(x[mine])
@@ -251,13 +252,13 @@ def all_reduce_stepwise(
 def reduce_scatter(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     """As `reduce_scatter_stepwise`, in segments."""
     ready = start_with(links, x, links.rank - 1)
-    run(links, ready, add_all(links, x, call, ready, False), call, deadline)
+    run_collective(links, ready, add_all(links, x, call, ready, False), call, deadline)
 
 
 def all_gather(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     """As `all_gather_stepwise`, in segments."""
     ready = start_with(links, x, links.rank)
-    run(links, ready, keep_all(links, x, ready), call, deadline)
+    run_collective(links, ready, keep_all(links, x, ready), call, deadline)
 
 
 def all_reduce(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
@@ -268,13 +269,12 @@ def all_reduce(links: Links, x: Array, call: Header, deadline: Deadline) -> None
         yield from add_all(links, x, call, ready, True)
         yield from keep_all(links, x, ready)
 
-    run(links, ready, script(), call, deadline)
+    run_collective(links, ready, script(), call, deadline)
 
 
 def start_with(links: Links, x: Array, k: int) -> deque[Bytes]:
-    """What sets out from this rank: the bytes of chunk k, if it has any."""
-    memory = as_bytes(x[chunk(len(x), links.world_size, k)])
-    return deque([memory] if memory else [])
+    """What sets out from this rank: the bytes of chunk k."""
+    return deque([as_bytes(x[chunk(len(x), links.world_size, k)])])
 
 
 def add_all(
@@ -284,7 +284,7 @@ def add_all(
 
     `chunk_r_too` passes even that on, as phase 2 wants it; a reduce-scatter does not.
     """
-    r, n, add = links.rank, links.world_size, REDUCTIONS[call.reduce]
+    r, n, add = links.rank, links.world_size, COMBINE[call.reduce]
     scratch = np.empty(min(SEGMENT_BYTES // x.itemsize, -(-len(x) // n)), x.dtype)
     for s in range(n - 1):
         for part in segments(chunk(len(x), n, r - 2 - s), x.itemsize):
@@ -316,7 +316,7 @@ def broadcast(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     the last rank starts to receive n-2 segments after the first, and not n-2 arrays.
     """
     r, n, root = links.rank, links.world_size, call.root
-    ready: deque[Bytes] = deque([as_bytes(x)] if r == root and x.size else [])
+    ready: deque[Bytes] = deque([as_bytes(x)] if r == root else [])
 
     def script() -> Script:
         for part in segments(slice(0, len(x)), x.itemsize) if r != root else ():
@@ -325,7 +325,7 @@ def broadcast(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
             if r != (root - 1) % n:
                 ready.append(segment)
 
-    run(links, ready, script(), call, deadline)
+    run_collective(links, ready, script(), call, deadline)
 
 
 def barrier(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
@@ -356,25 +356,32 @@ def arrivals(call: Header, r: int, n: int) -> list[int]:
 
 
 def explained(error: PeerError, links: Links, received: int, call: Header) -> PeerError:
-    """The same error, told in full: who, in which call, how far it came, what to do."""
+    """The same error, told in full: who, in which call, how far it came, what to do.
+
+    `received`: the bytes that had come from the left in this call, with its header.
+    """
     r, n, p = links.rank, links.world_size, error.culprit
     link = links.left if p == (r - 1) % n else links.right
     side = "" if n == 2 else "left " if link is links.left else "right "
-    steps = list(itertools.accumulate(arrivals(call, r, n)))
-    payload = max(0, received - HEADER_BYTES)
-    step = sum(payload >= total for total in steps) + 1
     lost = isinstance(error, PeerLost)
     text = (
         f"rank {r} {'lost' if lost else 'waits in vain for'} rank {p} "
         f"(its {side}neighbour, {link.address}) during {call}"
+        f"{progress(call, r, n, received)}: {error}."
     )
-    if steps and step <= len(steps):
-        text += f", step {step} of {len(steps)}"
-        text += f", after {payload:,} of {steps[-1]:,} bytes"
-    text += f": {error}."
     if lost:
         text += f" Rank {p} probably crashed or was killed: read its log first."
     return type(error)(text, p)
+
+
+def progress(call: Header, r: int, n: int, received: int) -> str:
+    """ ", step 2 of 4, after 500 of 800 bytes", if there was anything to receive."""
+    steps = list(itertools.accumulate(arrivals(call, r, n)))
+    payload = max(0, received - HEADER_BYTES)
+    step = sum(payload >= total for total in steps) + 1
+    if step > len(steps):
+        return ""
+    return f", step {step} of {len(steps)}, after {payload:,} of {steps[-1]:,} bytes"
 
 
 def mismatch(links: Links, call: Header, theirs: bytes) -> PeerMismatch:

@@ -201,7 +201,7 @@ class Supervisor:
         self.queue: deque[Piece] = deque()  # to be written
         self.orders: list[tuple[float, int]] = []  # signals to be sent, and when
         self.stopping = False  # one has been sent: who ends now, ends because of us
-        self.signaled = 0  # the signal by which the user ended the job
+        self.signalled = 0  # the signal by which the user ended the job
         self.lost: OSError | None = None  # why our output cannot be written
         self.leave_at = float("inf")  # when to give up on a reader that takes nothing
         self.bar = b""  # on the last line of the terminal now
@@ -222,19 +222,18 @@ class Supervisor:
             self.alive.pop().close()
 
     def _last_words(self) -> bytes:
-        if self.signaled:
-            name = signal.Signals(self.signaled).name
+        if self.signalled:
+            name = signal.Signals(self.signalled).name
             return say(f"stopped by {name}; every rank has ended.")
         return report(self.endings)
 
     def _outcome(self) -> Outcome:
-        lost = self.lost if self.signaled == signal.SIGPIPE else None
-        if lost and not isinstance(
-            lost, BrokenPipeError
-        ):  # which is the way of `| head`
+        lost = self.lost if self.signalled == signal.SIGPIPE else None
+        quiet = isinstance(lost, BrokenPipeError)  # as it ends under `| head`
+        if lost and not quiet:
             raise MindDPError(f"cannot write the output: {lost.strerror}") from lost
-        if self.signaled:
-            return Outcome(128 + self.signaled, interrupted=True)
+        if self.signalled:
+            return Outcome(128 + self.signalled, interrupted=True)
         first = first_failure(self.endings)
         return Outcome(first.exit_code if first else 0, interrupted=False)
 
@@ -262,7 +261,7 @@ class Supervisor:
         now = time.monotonic()
         waits = [rank.stderr.waits(now) for rank in self.alive]
         waits += [when - now for when, _ in self.orders]
-        waits += [self.leave_at - now] if self.signaled else []
+        waits += [self.leave_at - now] if self.signalled else []
         return min((max(0.0, wait) for wait in waits if wait is not None), default=None)
 
     def _act_in_time(self) -> None:
@@ -307,7 +306,9 @@ class Supervisor:
         """Nobody can read what the job says: end it, as SIGPIPE ends other programs."""
         self.lost = exc
         self.queue.clear()
-        if not self.signaled:  # else Ctrl-C has ended our reader too, as in `| tee log`
+        if (
+            not self.signalled
+        ):  # else Ctrl-C has ended our reader too, as in `| tee log`
             self._stop(signal.SIGPIPE, send=signal.SIGTERM)
 
     # ---- Signals and endings ----
@@ -344,8 +345,8 @@ class Supervisor:
     def _stop(self, signum: int, send: int) -> None:
         """End the job because of a signal; if it is the second one, at once."""
         now = time.monotonic()
-        if self.signaled in (0, signal.SIGPIPE):
-            self.signaled, grace = signum, GRACE_SECONDS
+        if self.signalled in (0, signal.SIGPIPE):
+            self.signalled, grace = signum, GRACE_SECONDS
             self._send(send)
         else:
             grace = 0.0

@@ -100,7 +100,7 @@ def test_the_listener_must_hold_the_token_too():
     caller, token = hello(), TOKEN
     dialer = Side(introduce(caller, token))
     dialer.hear(handshake._CHALLENGE.pack(b"mddp", 1, bytes(32)))
-    dialer.hear(handshake._VERDICT.pack(True, bytes(32), b""))
+    dialer.hear(handshake._REPLY.pack(True, bytes(32), b""))
     assert "does not hold the token" in str(dialer.end)
 
 
@@ -108,7 +108,7 @@ def test_a_proof_sent_back_is_no_proof():
     dialer = Side(introduce(hello(), TOKEN))
     dialer.hear(handshake._CHALLENGE.pack(b"mddp", 1, bytes(32)))
     proof = dialer.sent[-1]
-    dialer.hear(handshake._VERDICT.pack(True, proof, b""))
+    dialer.hear(handshake._REPLY.pack(True, proof, b""))
     assert isinstance(dialer.end, HandshakeError), "the side is part of the HMAC"
 
 

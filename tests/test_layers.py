@@ -7,10 +7,10 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "minddp"
 
-GROUND = ["errors"]
+GROUND = ["errors", "environment"]
 COMPUTE = ["device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"]
 COMMUNICATE = [
-    *("frame", "handshake", "net", "lobby", "verdict", "control", "environment"),
+    *("frame", "handshake", "net", "lobby", "verdict", "control"),
     *("rendezvous", "ring", "group"),
 ]
 MEET = ["ddp"]

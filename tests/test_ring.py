@@ -211,7 +211,7 @@ def test_the_pipelined_ring_gives_the_bits_of_the_stepwise_one(n, short_segments
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_reduction_of_every_dtype(reduce, dtype):
     arrays = [np.array([1, 2, 3, 4, 5]).astype(dtype) + dtype(r) for r in range(3)]
-    expected = in_ring_order(arrays, ring.REDUCTIONS[reduce])
+    expected = in_ring_order(arrays, ring.COMBINE[reduce])
     for x in run_ranks(
         3, lambda links: perform(links, "all_reduce", arrays[links.rank].copy(), reduce)
     ):
@@ -283,9 +283,9 @@ def test_short_reads_and_delays_change_nothing(seed, short_segments):
 
 def test_a_buffer_list_loses_exactly_the_bytes_that_were_sent():
     ready = ring.deque([b"abc", b"defg", b"h"])
-    ring.drop(ready, 5)
+    ring.drop_sent(ready, 5)
     assert [bytes(buffer) for buffer in ready] == [b"fg", b"h"]
-    ring.drop(ready, 3)
+    ring.drop_sent(ready, 3)
     assert not ready
 
 

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from minddp.handshake import Stranger
-from minddp.ring import as_bytes, exchange, run
+from minddp.ring import as_bytes, exchange, run_collective
 from minddp.tensor_ops import Op
 
 
@@ -61,7 +61,7 @@ def reduce_to_root(links, x, call, deadline):
             if r != root:
                 ready.append(as_bytes(total))
 
-    run(links, ready, script(), call, deadline)
+    run_collective(links, ready, script(), call, deadline)
 
 
 def swap_all_reduce(links, x, call, deadline):
