@@ -6,6 +6,7 @@ Rule.  A mistake in the call is one message on stderr and exit code 2; an interr
 A command is imported when it is called: starting ranks need not wait for what trains.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ minddp: distributed data-parallel training, small enough to read
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of a command; argv: what follows `minddp` (default: sys.argv)."""
+    _open_standard_streams()
     try:
         return _command(list(sys.argv[1:] if argv is None else argv))
     except MindDPError as exc:
@@ -31,6 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(exc, UsageError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_streams() -> None:
+    """If 0, 1 or 2 is closed (`<&-`), our next pipe or socket would get its number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _command(argv: list[str]) -> int:

@@ -153,6 +153,8 @@ def backward(root: Tensor, gy: Array, retain_graph: bool) -> None:
 def queue_callback(callback: Callable[[], None]) -> None:
     """Call this once when the backward that is running now, the outermost, has ended.
 
+    However often it is queued.
+
     In PyTorch: `Variable._execution_engine.queue_callback`.
     """
     if _state.depth == 0:
@@ -160,7 +162,8 @@ def queue_callback(callback: Callable[[], None]) -> None:
             "queue_callback outside of backward: it would never be called. Call it "
             "from a gradient hook."
         )
-    _state.callbacks.append(callback)
+    if callback not in _state.callbacks:
+        _state.callbacks.append(callback)
 
 
 def _replay(root: Tensor, gy: Array, retain_graph: bool) -> None:

@@ -64,9 +64,10 @@ class Control:
         self._notes: deque[tuple[str, Any]] = deque()
         self._mismatches: list[Accusation] = []
         self._judge_at = float("inf")
+        self._turn, self._gap = time.monotonic(), 0.0  # how regularly this thread runs
         self._table_came, self._judged = threading.Event(), threading.Event()
         self._wake_read, self._wake_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="minddp-control")
+        self._thread = threading.Thread(target=self._guarded, name="minddp-control")
         self._thread.daemon = True
         self._thread.start()
 
@@ -104,6 +105,13 @@ class Control:
             self._judged.wait(0 if self._silent(0) else VERDICT_SECONDS)
         return self._choose(mine, error)
 
+    def forget(self) -> None:
+        """In a forked child, which has no such thread: close its descriptors."""
+        for peer in self._peers.values():
+            peer.link.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
     def leave(self) -> None:
         """Say goodbye, deliver what is due, and end the thread."""
         self._post("leave", None)
@@ -117,11 +125,21 @@ class Control:
         self._notes.append((note, content))
         os.write(self._wake_write, b"!")
 
+    def _guarded(self) -> None:
+        """Nobody is to wait for a thread that has died of a mistake of ours."""
+        try:
+            self._run()
+        except Exception as exc:
+            text = f"rank {self.rank} lost its control thread: {exc!r}"
+            self._decide(Accusation("lost", self.rank, self.rank, text))
+            raise
+
     def _run(self) -> None:
         next_beat = time.monotonic()
         leaving = False
         while not leaving:
             self._wait(min(next_beat, self._judge_at) - time.monotonic())
+            self._gap, self._turn = time.monotonic() - self._turn, time.monotonic()
             for peer in list(self._peers.values()):
                 self._read(peer)
             while self._notes:
@@ -239,10 +257,9 @@ class Control:
         """Bring an accusation before the judge, who is rank 0."""
         if self.verdict:
             return
-        if accusation.kind == "lost" and accusation.culprit in self.departed:
-            # A link that closed after a goodbye is no crash.
-            accusation = replace(accusation, text=self.why_gone(accusation.culprit))
-        if self.rank != 0 and 0 in self._peers:
+        if accusation.kind == "lost" and not accusation.confession:
+            accusation = self._after_goodbyes(accusation)
+        if self.rank != 0 and 0 in self._peers and 0 not in self.departed:
             self._send(Kind.ABORT, asdict(accusation))
         elif self.rank == 0 and accusation.kind == "mismatch":
             # The other side of it is on its way, and only both tell who is the odd one.
@@ -253,10 +270,20 @@ class Control:
         else:
             self._decide(accusation)
 
+    def _after_goodbyes(self, accusation: Accusation) -> Accusation:
+        """A link that closed after a goodbye is no crash: it is a call too many."""
+        early = [r for r, last in self.departed.items() if last < self.entered]
+        if accusation.culprit in self.departed:
+            early = [accusation.culprit]
+        if not early:
+            return accusation
+        return replace(accusation, culprit=early[0], text=self.why_gone(early[0]))
+
     def _judge_timeout(self, accusation: Accusation) -> Accusation:
         if self.table is None:
             return who_did_not_come(accusation, self.world_size, [0, *self._peers])
-        pulses = {0: Pulse(0.0, self.entered)}
+        # If rank 0 itself was stopped, its thread had not run for as long.
+        pulses = {0: Pulse(self._gap, self.entered)}
         for peer in self._peers.values():
             pulses[peer.rank] = Pulse(peer.silence(), peer.entered)
         return who_is_missing(accusation, pulses, self.beat_seconds)
@@ -276,6 +303,7 @@ class Control:
         """The verdict, or my own account of the same loss, which has the details."""
         verdict = self.verdict
         if verdict is None:
+            self.verdict = mine  # so that leaving now is no goodbye
             if not self._silent(0):
                 return error
             text = "rank 0 is not responding. Is it stopped, or its host cut off?"

@@ -28,9 +28,12 @@ In PyTorch: `torch.nn.parallel.DistributedDataParallel`, without its Reducer.
 
 Left out: buckets; communication during backward; ranks with different numbers of
 batches; a comparison of the models (a parameter of another shape is a PeerMismatch from
-broadcast).
+broadcast); parameters that no rank uses (they get a gradient of zeros, so weight decay
+still moves them).
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,7 +49,8 @@ class NaiveDistributedDataParallel(Module):
     module: the same on all ranks, its parameters in the same order.
 
     After construction all ranks hold rank 0's values. The wrapped model is in
-    `.module`. A parameter that this rank's loss does not depend on contributes zeros.
+    `.module`. A parameter that this rank's loss does not depend on contributes zeros;
+    the loss must depend on one at least.
 
     Raises: PeerError from construction and from `backward`; the group is dead
     afterwards.
@@ -58,25 +62,34 @@ class NaiveDistributedDataParallel(Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             process_group.broadcast(tensor.data, root=0)
         self._trained = [p for p in module.parameters() if p.requires_grad]
-        self._callback_is_queued = False
         for p in self._trained:
-            p.register_post_accumulate_grad_hook(self._gradient_ready)
+            p.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """What the wrapped model gives."""
         return self.module(*inputs, **named_inputs)
 
     def _gradient_ready(self, parameter: Tensor) -> None:
-        """The first gradient of a backward asks to be called again when all are
-        there."""
-        if not self._callback_is_queued:
-            self._callback_is_queued = True
-            queue_callback(self._average_gradients)
+        """Whichever it is: average all of them when backward has ended."""
+        queue_callback(self._average_gradients)
 
     def _average_gradients(self) -> None:
-        self._callback_is_queued = False
         for p in self._trained:
             self.process_group.all_reduce(gradient_of(p), op="avg")
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The method as a hook that does not keep its object alive.
+
+    Once a DDP object is gone, its model can be trained alone or be wrapped again.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if alive := reference():
+            alive(parameter)
+
+    return hook
 
 
 def gradient_of(p: Parameter) -> Any:

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 
 from minddp.errors import UsageError
 
+MOST_RANKS = 65_535  # a rank has two bytes on the wire
 DEFAULT_PORT = 29500  # torchrun's; ranks started by mpiexec or srun must agree on one
 
 
@@ -192,7 +193,7 @@ def _seat(rank: _Given, world_size: _Given) -> tuple[int, int]:
                 f"{present} is set, but {missing.name} is not. A rank needs both: set "
                 f"{missing.name}, or start the script with `minddp run`."
             )
-    n = world_size.whole(1, None, "the number of ranks, 1 or more")
+    n = world_size.whole(1, MOST_RANKS, f"the number of ranks, 1 to {MOST_RANKS}")
     r = rank.whole(0, n - 1, f"this rank's number, 0 to {n - 1} ({world_size})")
     return r, n
 

@@ -33,6 +33,8 @@ have to be copied to the host first.
 """
 
 import atexit
+import operator
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -45,7 +47,7 @@ from minddp import ring
 from minddp.environment import Job, from_environment
 from minddp.errors import PeerError, PeerLost, PeerMismatch, UsageError
 from minddp.frame import DTYPES, HEADER_BYTES, REDUCTIONS, Header, Kind
-from minddp.net import Deadline, RingLinks
+from minddp.net import LONGEST_SECONDS, Deadline, RingLinks
 from minddp.rendezvous import Rendezvous
 
 Array = np.ndarray[Any, Any]
@@ -89,22 +91,19 @@ class ProcessGroup:
     def __init__(
         self, job: Job, timeout: float = 60.0, rendezvous_timeout: float = 300.0
     ):
-        for name, seconds in (
-            ("timeout", timeout),
-            ("rendezvous_timeout", rendezvous_timeout),
-        ):
-            if not seconds > 0:
-                raise UsageError(f"{name} must be a positive number, not {seconds}")
+        timeout = positive_seconds("timeout", timeout)
+        deadline = Deadline(positive_seconds("rendezvous_timeout", rendezvous_timeout))
         self.rank, self.world_size = job.rank, job.world_size
         self.local_rank = job.local_rank
         self.timeout = timeout
         self._sequence = self._messages = 0
         self._failure: PeerError | None = None
-        self._closed = False
-        self._lock = threading.Lock()
+        self._closed = ""  # why, once it is
+        # Reentrant for the sake of signal handlers, which may call `close`.
+        self._lock, self._in_call = threading.RLock(), False
         self._links: RingLinks | None = None
         if self.world_size > 1:
-            self._meet(job, Deadline(rendezvous_timeout))
+            self._meet(job, deadline)
         _open_groups.append(self)
 
     def _meet(self, job: Job, deadline: Deadline) -> None:
@@ -128,6 +127,7 @@ class ProcessGroup:
 
         Raises: UsageError; PeerError, after which the content of `array` is undefined.
         """
+        check_reduction("all_reduce", array, op)
         self._collective(ring.all_reduce, array, reduce=op, bucket=bucket)
 
     def reduce_scatter(self, array: Array, op: str = "sum") -> Array:
@@ -139,6 +139,7 @@ class ProcessGroup:
 
         Raises: as all_reduce.
         """
+        check_reduction("reduce_scatter", array, op)
         flat = self._collective(ring.reduce_scatter, array, reduce=op)
         return flat[ring.chunk(len(flat), self.world_size, self.rank)]
 
@@ -157,10 +158,7 @@ class ProcessGroup:
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """`array` becomes the root's, bit for bit. Raises: as all_reduce."""
-        if not 0 <= root < self.world_size:
-            raise UsageError(
-                f"broadcast from root {root}, but ranks are 0 to {self.world_size - 1}"
-            )
+        root = whole("broadcast from root", root, 0, self.world_size - 1)
         self._collective(ring.broadcast, array, root=root)
 
     def barrier(self) -> None:
@@ -195,19 +193,23 @@ class ProcessGroup:
     ) -> Array:
         """Number the call, run it, bring the result home. Returns the flat result."""
         op = algorithm.__name__
-        check_array(op, array, reduce)
+        check_array(op, array)
         flat = native_flat(array)
+        bucket = whole(f"{op} for bucket", bucket, -1, 2**15 - 1)
         with self._lock:
             self._check_alive()
             self._sequence += 1
             what = op, reduce, flat.dtype.name, root, bucket, flat.size, flat.nbytes
             call = Header(Kind.DATA, self._sequence, *what)
             if self._links:
+                self._in_call = True
                 try:
                     self._enter(call)
                     algorithm(self._links, flat, call, Deadline(self.timeout))
                 except BaseException as error:
                     self._fail(error, f"in {call}")
+                finally:
+                    self._in_call = False
                 self._messages += count_messages(call, self.rank, self.world_size)
         if not np.may_share_memory(flat, array):
             array[...] = flat.reshape(array.shape)
@@ -217,9 +219,14 @@ class ProcessGroup:
 
     def _check_alive(self) -> None:
         if self._closed:
-            raise UsageError(f"rank {self.rank} has closed this process group")
+            raise UsageError(f"this process group of rank {self.rank} {self._closed}")
         if self._failure:
             raise same_error(self._failure)
+        if self._in_call:
+            raise UsageError(
+                f"rank {self.rank} is in a collective already. A signal handler can "
+                "close the group, but not call another one."
+            )
 
     def _enter(self, call: Header) -> None:
         """Tell the control plane where we are, and learn from it who has left."""
@@ -237,6 +244,11 @@ class ProcessGroup:
         An error of this rank's own (Ctrl-C, no memory) leaves half a collective on the
         wire. It is raised as it is, and the others are told that it was this rank.
         """
+        if self._closed:  # by a signal handler, whose word this is
+            raise UsageError(
+                f"this process group of rank {self.rank} {self._closed} while it was "
+                f"{where}"
+            ) from None
         peer_error = (
             error
             if isinstance(error, PeerError)
@@ -256,7 +268,7 @@ class ProcessGroup:
             said = f"{type(error).__name__}: {error}"
             text = f"rank {self.rank} ended with {said}. Read its log first."
             self._failure = self._control.accuse(PeerLost(text, self.rank))
-        self._close()
+        self._close("was aborted")
 
     def close(self) -> None:
         """Leave in good order. Collectives that a rank has completed, all can complete.
@@ -267,6 +279,10 @@ class ProcessGroup:
         Raises: PeerMismatch if another rank left after more collectives than this one.
         """
         if self._closed:
+            return
+        if self._in_call and self._lock.acquire(blocking=False):
+            self._lock.release()  # it is ours: this is a signal handler in a collective
+            self.abort(InterruptedError("it closed its group during a collective"))
             return
         self._close()
         departed = self._control.departed if self._links else {}
@@ -279,11 +295,11 @@ class ProcessGroup:
                     rank,
                 )
 
-    def _close(self) -> None:
+    def _close(self, why: str = "is closed") -> None:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = why
             _open_groups.remove(self)
             if self._links:
                 self._control.leave()
@@ -322,26 +338,66 @@ def same_error(error: PeerError) -> PeerError:
     return type(error)(str(error), error.culprit)
 
 
-# ---- Arrays on their way in ----
+def _forget_groups() -> None:
+    """A forked child is no rank: were it to keep the links, nobody would see its parent
+    die; were it to use them, it would speak in its parent's name."""
+    for group in list(_open_groups):
+        group._lock, group._closed = threading.RLock(), "belongs to the parent process"
+        if group._links:
+            group._links.close()
+            group._control.forget()
+            group._alarm.close()
+    _open_groups.clear()
 
 
-def check_array(op: str, array: Array, reduce: str) -> None:
-    """Raises: UsageError if this array cannot go through this collective."""
-    if not isinstance(array, np.ndarray):
+os.register_at_fork(after_in_child=_forget_groups)
+
+
+# ---- Arguments on their way in ----
+
+
+def positive_seconds(name: str, value: float) -> float:
+    """`value` as a float. Raises: UsageError."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not seconds > 0:
+        raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
+    return min(seconds, LONGEST_SECONDS)
+
+
+def whole(what: str, value: int, low: int, high: int) -> int:
+    """`value` as an int from low to high. Raises: UsageError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = low - 1
+    if not low <= number <= high:
+        raise UsageError(f"{what} {value!r}: it is a whole number from {low} to {high}")
+    return number
+
+
+def check_array(op: str, array: Array) -> None:
+    """Raises: UsageError if this array cannot go through a collective."""
+    if not isinstance(array, np.ndarray) or hasattr(array, "mask"):
         raise UsageError(
             f"{op} takes a NumPy array, not {type(array).__module__}."
             f"{type(array).__name__}: it is changed in place, on the host"
         )
     name = array.dtype.name
-    if name not in DTYPES:
+    if name not in DTYPES[1:]:
         raise UsageError(f"{op} of {name}: it can move {', '.join(DTYPES[1:])}")
     if not array.flags.writeable:
         raise UsageError(f"{op} changes the array in place, but this one is read-only")
-    if not reduce:
-        return
+
+
+def check_reduction(op: str, array: Array, reduce: str) -> None:
+    """Raises: UsageError if this array cannot be reduced in this way."""
+    check_array(op, array)
     if reduce not in REDUCTIONS[1:]:
         raise UsageError(f"{op} by {reduce!r}: it can be {', '.join(REDUCTIONS[1:])}")
-    kind = array.dtype.kind
+    name, kind = array.dtype.name, array.dtype.kind
     if (kind == "b" and reduce not in ("min", "max")) or (
         kind in "iu" and reduce == "avg"
     ):

@@ -82,9 +82,11 @@ def introduce(me: Hello, token: bytes) -> Script:
     Raises: HandshakeError with the listener's reason, or if the listener is no minddp.
     """
     hello = me.pack(secrets.token_bytes(NONCE))
-    magic, version, nonce = _CHALLENGE.unpack((yield hello, _CHALLENGE.size))
-    if magic != MAGIC:
-        raise HandshakeError(f"it {looks_like(magic)}, not minddp")
+    start = yield hello, len(MAGIC)
+    if start != MAGIC:
+        raise HandshakeError(f"it {looks_like(start)}, not minddp")
+    rest = yield b"", _CHALLENGE.size - len(MAGIC)
+    _, version, nonce = _CHALLENGE.unpack(start + rest)
     if version != VERSION:
         raise HandshakeError(f"it speaks wire version {version}, this rank {VERSION}")
 

@@ -220,8 +220,8 @@ def main(argv: Sequence[str]) -> int:
         )
     if not args.module and not os.path.exists(args.script):
         raise UsageError(
-            f"there is no script {args.script!r} in {os.getcwd()}. Flags of the "
-            "script go after its name, those of `minddp run` before it."
+            f"there is no script {args.script!r} here. Flags of the script go after "
+            "its name, those of `minddp run` before it."
         )
     module = ["-m"] if args.module else []
     return launch(

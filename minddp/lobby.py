@@ -135,12 +135,12 @@ class Lobby:
             self._let_in()
             for rank, dialled in list(self._dialled.items()):
                 try:
-                    done = dialled.advance()
+                    if dialled.advance():
+                        link = Link(dialled.sock, rank, self._timeout)
+                        del self._dialled[rank]
+                        yield None, link
                 except (HandshakeError, OSError) as exc:
                     raise PeerLost(f"{shown(dialled.address)}: {exc}", rank) from exc
-                if done:
-                    sock = self._dialled.pop(rank).sock
-                    yield None, Link(sock, rank, self._timeout)
             for visitor in list(self._visitors):
                 try:
                     if hello := visitor.advance():

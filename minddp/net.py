@@ -41,6 +41,7 @@ from typing import Any
 
 from minddp.errors import PeerError, PeerLost, PeerTimeout, UsageError
 
+LONGEST_SECONDS = 1e6  # eleven days, for "no timeout": poll takes no more than 24
 BUFFERS_A_SEND = 64  # handed over in one sendmsg; Linux takes up to 1,024
 
 Address = tuple[Any, ...]  # (host, port) or IPv6's (host, port, flow, scope)
@@ -53,7 +54,7 @@ class Deadline:
     down."""
 
     def __init__(self, seconds: float):
-        self.seconds = seconds
+        self.seconds = min(seconds, LONGEST_SECONDS)
         self.restart()
 
     def restart(self) -> None:
@@ -109,20 +110,21 @@ def resolve(host: str, port: int, deadline: Deadline) -> list[tuple[int, Address
             found[:] = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=flags
             )
-        except OSError as exc:
+        except (OSError, UnicodeError) as exc:  # the latter: "a..b" is no name at all
             found[:] = [exc]
 
     look_up(socket.AI_NUMERICHOST)
-    if isinstance(found[0], OSError):
+    if isinstance(found[0], Exception):
         found.clear()
         worker = threading.Thread(target=look_up, daemon=True)
         worker.start()
         worker.join(deadline.left())
     if not found:
         raise PeerTimeout(f"looking up the host {host!r} took {deadline.seconds:g} s")
-    if isinstance(found[0], OSError):
+    if isinstance(found[0], Exception):
+        why = getattr(found[0], "strerror", None) or str(found[0])
         raise UsageError(
-            f"the host {host!r} is unknown: {found[0].strerror}. Set MASTER_ADDR to "
+            f"the host {host!r} is unknown: {why}. Set MASTER_ADDR to "
             "the address of rank 0's machine, for example 10.0.0.1."
         ) from found[0]
     return [(family, address) for family, _, _, _, address in found]
@@ -285,8 +287,7 @@ class Link:
         return self._sock.fileno()
 
     def send_some(self, buffers: Iterable[Bytes]) -> int:
-        """How many bytes, from the front of these buffers, the kernel took: 0 if
-        full."""
+        """The number of bytes, from the front of these, that the kernel took."""
         try:
             return self._sock.sendmsg(itertools.islice(buffers, BUFFERS_A_SEND))
         except BlockingIOError:

@@ -35,7 +35,7 @@ from functools import partial
 
 from minddp.control import Control
 from minddp.environment import Job
-from minddp.errors import PeerError, PeerTimeout, UsageError
+from minddp.errors import PeerError, PeerLost, PeerTimeout, UsageError
 from minddp.handshake import (
     CONTROL,
     RING,
@@ -90,6 +90,10 @@ class Rendezvous:
             return self._build_ring(lobby, table)
         except PeerError as error:
             raise self.control.accuse(error) from error.__cause__
+        except BaseException as error:  # those who have joined must not wait for us
+            text = f"rank {self.job.rank} left the rendezvous: {error!r}"
+            self.control.accuse(PeerLost(text, self.job.rank))
+            raise
         finally:
             if lobby:
                 lobby.close()
@@ -198,22 +202,31 @@ class Rendezvous:
         me = replace(self._me, role=RING)
         lobby.dial(right, *table[right], introduce(me, self.job.token))
         ends: dict[str, Link] = {}
-        for hello, link in lobby.links(self.deadline):
-            ends["left" if hello else "right"] = link
-            if len(ends) == 2:
-                log.info("rank %d -> %d via %s", r, right, ends["right"].local_host)
-                return RingLinks(r, n, ends["left"], ends["right"], self.alarm)
+        try:
+            for hello, link in lobby.links(self.deadline):
+                ends["left" if hello else "right"] = link
+                if len(ends) == 2:
+                    log.info("rank %d -> %d via %s", r, right, ends["right"].local_host)
+                    return RingLinks(r, n, ends["left"], ends["right"], self.alarm)
+            raise self._ring_is_open(lobby)
+        except BaseException:
+            for link in ends.values():
+                link.close()
+            raise
+
+    def _ring_is_open(self, lobby: Lobby) -> PeerTimeout:
+        """Which neighbour did not answer, or did not dial."""
+        r, seconds = self.job.rank, f"{self.deadline.seconds:g} s"
         for rank, address in lobby.waiting_for():
-            raise PeerTimeout(
+            return PeerTimeout(
                 f"rank {r} could not reach rank {rank}'s ring port {address} in "
-                f"{self.deadline.seconds:g} s. Does a firewall stand between? "
+                f"{seconds}. Does a firewall stand between? "
                 "MINDDP_PORT_RANGE=40000-40100 makes ports that one can open.",
                 rank,
             )
-        left = (r - 1) % n
-        raise PeerTimeout(
-            f"rank {r} was not dialled by its left neighbour {left}", left
-        )
+        left = (r - 1) % self.job.world_size
+        text = f"rank {r} was not dialled by its left neighbour {left} in {seconds}"
+        return PeerTimeout(text, left)
 
     def _answer_left(self) -> Script:
         left = (self.job.rank - 1) % self.job.world_size

@@ -166,9 +166,10 @@ def test_a_parameter_that_one_rank_does_not_use_gets_half_of_the_others_gradient
     def body(pg):
         a, b = (nn.Linear(1, 1, bias=False, dtype=DTYPE) for _ in range(2))
         both = nn.ModuleList([a, b])
-        DDP(both, pg)
+        ddp = DDP(both, pg)  # kept: its hooks end with it
         x = np.array([[4.0]])
         (a(x) + b(x) if pg.rank == 0 else a(x)).sum().backward()
+        assert ddp.module is both
         return a.weight.grad.item(), b.weight.grad.item()
 
     assert run_groups(2, body) == [(4.0, 2.0)] * 2
@@ -254,3 +255,43 @@ def test_the_wrapped_model_takes_tensors_and_keywords():
         return DDP(Scale(), pg)(Tensor(np.ones(2)), by=3.0).detach().numpy().tolist()
 
     assert run_groups(2, body) == [[3.0, 3.0]] * 2
+
+
+def test_after_an_error_in_one_backward_the_next_one_averages_again():
+    """An exception drops what was queued; it must not be taken for queued still."""
+
+    def body(pg):
+        m = nn.Linear(2, 1, bias=False, dtype=DTYPE)
+        ddp = DDP(m, pg)
+
+        def fail(_):
+            raise ValueError("a hook of the user's")
+
+        handle = m.weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(ValueError, match="a hook"):
+            ddp(np.ones((1, 2))).sum().backward()
+        handle.remove()
+        m.zero_grad()
+        ddp(np.ones((1, 2)) * (pg.rank + 1)).sum().backward()
+        return m.weight.grad.data.tolist()
+
+    assert run_groups(2, body) == [[[1.5, 1.5]]] * 2
+
+
+def test_a_model_can_be_wrapped_again_and_be_trained_alone_afterwards():
+    def body(pg):
+        m = nn.Linear(1, 1, bias=False, dtype=DTYPE)
+        for _ in range(2):
+            ddp = DDP(m, pg)
+            before = pg.stats()["collectives"]
+            m.zero_grad()
+            ddp(np.array([[float(pg.rank)]])).sum().backward()
+            assert pg.stats()["collectives"] - before == 1, "one hook, not two"
+            assert m.weight.grad.item() == 0.5
+            del ddp
+        pg.close()
+        m.zero_grad()
+        m(np.array([[7.0]])).sum().backward()
+        return m.weight.grad.item()
+
+    assert run_groups(2, body) == [7.0] * 2

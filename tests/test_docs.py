@@ -134,7 +134,7 @@ def test_sizes_count_code_and_prose_apart():
 @pytest.mark.processes
 @pytest.mark.parametrize("chapter", ["1", "2", "3", "4"])
 def test_the_exercises_can_be_solved(chapter, tmp_path):
-    """With our answers; without any they are skipped. What the reader wrote stays out."""
+    """With our answers; without any they are skipped. The reader's stay out of it."""
     for name in ("conftest.py", f"test_chapter_{chapter}.py"):
         shutil.copy(ROOT / "exercises" / name, tmp_path)
     for answers, outcome in ((None, "skipped"), ("answers.py", "passed")):

@@ -135,9 +135,16 @@ def test_the_table_of_dtypes_and_reductions_holds():
         (lambda pg: pg.all_reduce(np.ones(3, complex)), "all_reduce of complex128"),
         (lambda pg: pg.all_reduce(np.array(["a"])), "all_reduce of str32"),
         (lambda pg: pg.all_reduce(np.ones(3), "mean"), "by 'mean': it can be sum, avg"),
+        (lambda pg: pg.all_reduce(np.ones(3), ""), "by '': it can be sum"),
+        (lambda pg: pg.all_reduce(np.ones(3), None), "by None: it can be sum"),
+        (lambda pg: pg.all_reduce(np.ma.ones(3)), "not numpy.ma.MaskedArray"),
+        (lambda pg: pg.all_reduce(np.ones(3), bucket=40000), "number from -1 to 32767"),
+        (lambda pg: pg.all_reduce(np.ones(3), bucket="x"), "for bucket 'x'"),
+        (lambda pg: pg.broadcast(np.ones(3), root=1.0), "from root 1.0"),
+        (lambda pg: pg.broadcast(np.ones(3), root=None), "from root None"),
         (
             lambda pg: pg.broadcast(np.ones(3), root=2),
-            "from root 2, but ranks are 0 to 1",
+            "root 2: it is a whole number from 0 to 1",
         ),
         (
             lambda pg: pg.all_reduce(np.broadcast_to(np.ones(1), 3)),
@@ -215,6 +222,21 @@ def test_one_rank_of_three_in_another_call_is_named_on_all(odd, shown):
         assert shown in str(error)
         assert "all_reduce #6 of 3 float64 (sum)" in str(error)
         assert "Rank 1 is the odd one out" in str(error)
+
+
+@pytest.mark.parametrize("extra", range(3))
+def test_one_rank_that_makes_a_call_too_many_is_told_so(extra):
+    """All others leave in good order, in any order: nobody crashed."""
+
+    def body(pg):
+        for _ in range(6 + (pg.rank == extra)):
+            pg.barrier()
+
+    for rank, error in enumerate(errors_of(3, body)):
+        if rank == extra:
+            assert isinstance(error, PeerLost)
+            assert "closed its group after 6 collectives" in str(error)
+            assert "crashed" not in str(error)
 
 
 def test_with_two_ranks_a_mismatch_shows_both_sides():
@@ -339,12 +361,40 @@ def test_an_interrupt_in_a_collective_ends_the_group_on_all_ranks(monkeypatch):
     assert "KeyboardInterrupt" in str(errors[0])
 
 
+def test_a_group_that_a_signal_handler_closes_in_a_collective_ends_on_all_ranks():
+    """The handler runs in the thread that holds the group's lock."""
+    from minddp import ring
+
+    original = ring.pump
+
+    def body(pg):
+        if pg.rank == 1:
+            time.sleep(0.3)
+            with pytest.raises(PeerLost, match="closed its group during a collective"):
+                pg.barrier()
+            return None
+
+        def pump_with_signal(*args):
+            with pytest.raises(UsageError, match="is in a collective already"):
+                pg.barrier()
+            pg.close()
+            return original(*args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ring, "pump", pump_with_signal)
+            with pytest.raises(UsageError, match="was aborted while it was in barrier"):
+                pg.barrier()
+        return "ended"
+
+    assert run_groups(2, body) == ["ended", None]
+
+
 def test_a_closed_group_refuses_calls_and_closes_twice():
     def body(pg):
         pg.barrier()
         pg.close()
         pg.close()
-        with pytest.raises(UsageError, match="has closed this process group"):
+        with pytest.raises(UsageError, match=r"of rank [01] is closed"):
             pg.barrier()
 
     run_groups(2, body)
@@ -363,7 +413,17 @@ def test_what_one_rank_completed_all_can_complete():
         assert run_groups(3, body) == [90.0] * 3
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+@pytest.mark.parametrize("seconds", [np.float32(5), float("inf"), 1e9, True])
+def test_a_timeout_may_be_any_positive_number(seconds):
+    def body(pg):
+        x = np.ones(3)
+        pg.all_reduce(x)
+        return x.tolist()
+
+    assert run_groups(2, body, timeout=seconds) == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), None, "abc"])
 def test_a_timeout_must_be_positive(seconds):
     with pytest.raises(UsageError, match="timeout must be a positive number"):
         minddp.init_process_group(rank=0, world_size=1, timeout=seconds)
