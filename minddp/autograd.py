@@ -43,11 +43,13 @@ Left out:
 from __future__ import annotations
 
 import builtins
+import inspect
 import itertools
 import math
+import reprlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import wraps
 from operator import attrgetter, index
 from typing import Any
 
@@ -68,20 +70,43 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
+        self.outside: list[bool] = []  # `recording` around each no_grad we are in
 
 
 _state = _State()
 _serials = itertools.count()
 
 
-@contextmanager
-def no_grad() -> Iterator[None]:
+class no_grad:
     """Record nothing inside: `with no_grad():`, or `@no_grad()` above a function."""
-    before, _state.recording = _state.recording, False
-    try:
-        yield
-    finally:
-        _state.recording = before
+
+    def __enter__(self) -> None:
+        _state.outside.append(_state.recording)
+        _state.recording = False
+
+    def __exit__(self, *exc: object) -> None:
+        _state.recording = _state.outside.pop()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if any(is_lazy(function) for is_lazy in _LAZY):
+            raise UsageError(
+                f"@no_grad() above {function.__name__}: calling it only prepares it, "
+                "and its body runs later. Write `with no_grad():` in the body."
+            )
+
+        @wraps(function)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+
+_LAZY = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 
 
 class Node:
@@ -108,18 +133,27 @@ def apply(op: ops.Op, *inputs: Tensor) -> Tensor:
     A result of integers is not: it cannot move a little, so no gradient gets through.
     """
     op.needs = needs = [x._requires_grad for x in inputs]
-    arrays = [x.data for x in inputs]
-    try:
-        y = Tensor(op.forward(*arrays))
-    except UsageError:
-        raise
-    except (ValueError, TypeError) as exc:
-        shapes = ", ".join(f"{x.shape} {x.dtype}" for x in arrays)
-        raise UsageError(f"{type(op).__name__} cannot take {shapes}: {exc}") from exc
+    y = Tensor(_forward(op, [x.data for x in inputs]))
     if _state.recording and True in needs and y.data.dtype.kind == "f":
         y._requires_grad = True
         y._node = Node(op, tuple([_target(x) for x in inputs]))
     return y
+
+
+class BadIndex(UsageError, IndexError):
+    """An IndexError as well: that is how a `for` loop over `x[i]` learns of the end."""
+
+
+def _forward(op: ops.Op, arrays: list[Array]) -> Array:
+    """The op's result. Raises UsageError that names the op, the shapes and dtypes."""
+    try:
+        return op.forward(*arrays)
+    except UsageError:
+        raise
+    except (ValueError, TypeError, IndexError, OverflowError) as exc:
+        shapes = ", ".join(f"{x.shape} {x.dtype}" for x in arrays)
+        kind = BadIndex if isinstance(exc, IndexError) else UsageError
+        raise kind(f"{type(op).__name__} cannot take {shapes}: {exc}") from exc
 
 
 def _target(x: Tensor) -> Node | Tensor | None:
@@ -265,7 +299,8 @@ class Tensor:
     grad            None, or after backward, for a leaf, a Tensor of the same shape
 
     Names and arguments are those of `torch.Tensor`. Where it differs: `max` and `min`
-    give values only (`amax`, `amin`), and dtypes are NumPy's.
+    give values only (`amax`, `amin`), dtypes are NumPy's, and a number never loses its
+    fraction by being written into integers.
     """
 
     __slots__ = ("__weakref__", "_hooks", "_node", "_requires_grad", "data", "grad")
@@ -279,6 +314,16 @@ class Tensor:
         self._hooks: dict[object, Callable[[Tensor], Any]] | None = None
         if requires_grad:
             self.requires_grad = True
+
+    def __getstate__(self) -> Any:
+        """What copy.deepcopy and pickle take along: data and grad, no hooks, no graph.
+
+        A hook belongs to whoever put it on this very tensor, such as a DDP.
+        """
+        if self._node is not None:
+            raise UsageError("only leaves can be copied: write .detach() first")
+        slots = {name: getattr(self, name) for name in Tensor.__slots__[2:]}
+        return getattr(self, "__dict__", None), {**slots, "_hooks": None}
 
     # -- gradients --
 
@@ -381,7 +426,13 @@ class Tensor:
 
     def size(self, dim: int | None = None) -> Any:
         """The shape, or the length of one of its axes."""
-        return self.shape if dim is None else self.shape[dim]
+        return self.shape if dim is None else self.shape[self._axis(dim)]
+
+    def _axis(self, dim: int) -> int:
+        """dim, which may count from the end, as a number from 0 to ndim - 1."""
+        if not _is_int(dim) or not -self.ndim <= dim < self.ndim:
+            raise UsageError(f"a tensor of shape {self.shape} has no axis {dim!r}")
+        return dim % self.ndim
 
     def numel(self) -> int:
         """The number of elements."""
@@ -493,13 +544,27 @@ class Tensor:
                 "assignment to elements is not recorded; use F.where, or assign under "
                 "no_grad"
             )
-        self.data[_plain_index(index)] = _like(b, self)
+        self._write(_plain_index(index), _like(b, self))
 
     def _in_place(self, op: ops.Op, b: Any) -> Tensor:
         if self._must_record(b):
             return _apply2(op, self, b)
-        self.data[...] = op.forward(self.data, _like(b, self))
+        self._write(..., _forward(op, [self.data, _like(b, self)]))
         return self
+
+    def _write(self, index: Any, y: Array) -> None:
+        """self.data[index] = y, unless y would lose its fraction, sign or shape."""
+        if not np.can_cast(y.dtype, self.dtype, "same_kind"):
+            raise UsageError(
+                f"{y.dtype} does not fit into a tensor of {self.dtype}: convert one of "
+                "them with .to(), or write x = x + y, which makes a new tensor"
+            )
+        try:
+            self.data[index] = y
+        except (ValueError, IndexError) as exc:
+            raise UsageError(
+                f"{y.shape} cannot be written into a tensor of {self.shape}: {exc}"
+            ) from exc
 
     def _must_record(self, b: Any) -> bool:
         """Whether writing in place would lose history, so that a new tensor is due."""
@@ -531,7 +596,7 @@ class Tensor:
 
     def argmax(self, dim: int | None = None) -> Tensor:
         """Where the largest element is; positions have no gradient."""
-        return Tensor(self.data.argmax(dim))
+        return Tensor(self.data.argmax(None if dim is None else self._axis(dim)))
 
     # -- shape --
 
@@ -545,7 +610,9 @@ class Tensor:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         """The axes from start_dim to end_dim, both included, joined into one."""
-        start, end = start_dim % max(self.ndim, 1), end_dim % max(self.ndim, 1)
+        if self.ndim == 0:
+            return self.reshape(1)
+        start, end = self._axis(start_dim), self._axis(end_dim)
         joined = math.prod(self.shape[start : end + 1])
         return self.reshape(*self.shape[:start], joined, *self.shape[end + 1 :])
 
@@ -555,8 +622,8 @@ class Tensor:
 
     def transpose(self, dim0: int, dim1: int) -> Tensor:
         """Two axes, exchanged."""
-        axes = list(range(self.ndim))
-        axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
+        axes, i, j = list(range(self.ndim)), self._axis(dim0), self._axis(dim1)
+        axes[i], axes[j] = j, i
         return apply(ops.Transpose(tuple(axes)), self)
 
     @property
@@ -565,7 +632,9 @@ class Tensor:
 
     def split(self, size: int, dim: int = 0) -> list[Tensor]:
         """Pieces of `size` along an axis; the last may be shorter."""
-        before = (slice(None),) * (dim % self.ndim)
+        before = (slice(None),) * self._axis(dim)
+        if not _is_int(size) or size < 1:
+            raise UsageError(f"split: the size of a piece is 1 or more, not {size!r}")
         starts = range(0, self.shape[dim], size)
         return [self[(*before, slice(i, i + size))] for i in starts]
 
@@ -580,11 +649,10 @@ class Tensor:
         `target` is a Device, "cpu", "cuda", "cuda:1", or a dtype. `non_blocking` is
         accepted for torch's sake and makes no difference.
         """
-        if isinstance(target, Device) or str(target).startswith(("cpu", "cuda")):
-            device = Device(target)
-            return self if device == self.device else apply(ops.Move(device), self)
-        dtype = np.dtype(target)
-        return self if dtype == self.dtype else apply(ops.Cast(dtype), self)
+        goal = device_or_dtype(target)
+        if isinstance(goal, Device):
+            return self if goal == self.device else apply(ops.Move(goal), self)
+        return self if goal == self.dtype else apply(ops.Cast(goal), self)
 
     def contiguous(self) -> Tensor:
         """Itself: no op here depends on the layout in memory."""
@@ -593,6 +661,16 @@ class Tensor:
     def pin_memory(self) -> Tensor:
         """Itself: minddp has no page-locked tensors."""
         return self
+
+
+def device_or_dtype(target: Any) -> Any:
+    """The Device or the NumPy dtype that `x.to(target)` means."""
+    if isinstance(target, Device) or str(target).startswith(("cpu", "cuda")):
+        return Device(target)
+    try:
+        return np.dtype("None" if target is None else target)  # None is float64 there
+    except (TypeError, ValueError) as exc:
+        raise UsageError(f"to({target!r}): this is neither device nor dtype") from exc
 
 
 def as_tensor(x: Any, like: Tensor | None = None) -> Tensor:
@@ -609,7 +687,7 @@ def _apply2(op: ops.Op, a: Any, b: Any) -> Tensor:
     return apply(op, Tensor(_like(a, b)), b)
 
 
-_NUMBERS = (int, float, np.generic)
+_NUMBERS = (int, float, np.bool, np.integer, np.floating)
 
 
 def _like(x: Any, tensor: Tensor) -> Array:
@@ -625,20 +703,29 @@ def _like(x: Any, tensor: Tensor) -> Array:
         dtype = tensor.dtype
         if dtype.kind != "f":
             dtype = np.result_type(dtype, x)
-    return array_module(tensor.data).asarray(x, dtype)
+    return _numbers(array_module(tensor.data), x, dtype)
 
 
 def _as_array(data: Any, dtype: Any) -> Array:
     """The array in a Tensor: arrays as they are; Python floats become float32."""
-    if type(data) is np.ndarray and dtype is None:
-        return data
     if isinstance(data, Tensor):
         data = data.data
-    x = array_module(data).asarray(data, dtype)
-    if x.dtype.kind not in "biuf":
-        raise UsageError(f"a Tensor holds numbers, not {type(data).__name__} {data!r}")
+    x = _numbers(array_module(data), data, dtype)
     if x.dtype == np.float64 and dtype is None and not hasattr(data, "dtype"):
         x = x.astype(np.float32)
+    return x
+
+
+def _numbers(xp: Any, data: Any, dtype: Any) -> Array:
+    """data as an array of xp: itself if it is one. Refused unless of real numbers."""
+    try:
+        x = xp.asarray(data, dtype)
+    except (ValueError, TypeError, OverflowError) as exc:
+        raise UsageError(f"no Tensor can hold {reprlib.repr(data)}: {exc}") from exc
+    if x.dtype.kind not in "biuf":
+        raise UsageError(
+            f"a Tensor holds real numbers, not {x.dtype}: {reprlib.repr(data)}"
+        )
     return x
 
 
@@ -651,7 +738,8 @@ def _plain_index(index: Any) -> Any:
 
 def _unpacked(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     """(2, 3) from f(2, 3) as well as from f((2, 3))."""
-    return tuple(sizes[0]) if len(sizes) == 1 and not _is_int(sizes[0]) else sizes
+    one = len(sizes) == 1 and isinstance(sizes[0], tuple | list)
+    return tuple(sizes[0]) if one else sizes
 
 
 def _is_int(x: Any) -> bool:

@@ -43,7 +43,7 @@ from minddp.verdict import (
 
 BEAT_SECONDS = 2.0
 MISMATCH_SECONDS = 0.2  # how long the judge waits for the other side of a mismatch
-VERDICT_SECONDS = 1.0  # how long an accuser waits for rank 0
+VERDICT_SECONDS = 0.8  # how long an accuser waits for rank 0
 READ_BYTES = 64 * 1024
 
 
@@ -102,7 +102,7 @@ class Control:
         mine = Accusation.of(error, by=self.rank)
         if not self.verdict:
             self._post("accuse", mine)
-            self._judged.wait(0 if self._silent(0) else VERDICT_SECONDS)
+            self._judged.wait(VERDICT_SECONDS)
         return self._choose(mine, error)
 
     def forget(self) -> None:
@@ -139,7 +139,7 @@ class Control:
         leaving = False
         while not leaving:
             self._wait(min(next_beat, self._judge_at) - time.monotonic())
-            self._gap, self._turn = time.monotonic() - self._turn, time.monotonic()
+            self._note_gap()
             for peer in list(self._peers.values()):
                 self._read(peer)
             while self._notes:
@@ -154,6 +154,14 @@ class Control:
         for peer in list(self._peers.values()):
             self._read(peer)  # closed unread, it would cut off what we just sent
             peer.link.close()
+
+    def _note_gap(self) -> None:
+        """Time in which this thread did not run is no silence of the others."""
+        now = time.monotonic()
+        self._gap, self._turn = now - self._turn, now
+        if self._gap > 2 * self.beat_seconds:
+            for peer in self._peers.values():
+                peer.last_beat = now
 
     def _wait(self, seconds: float) -> None:
         poll = select.poll()
@@ -177,6 +185,8 @@ class Control:
             self._send(Kind.TABLE, content)
         elif note == "accuse":
             self._report(content)
+        elif note == "tell":
+            self._send(Kind.ABORT, asdict(content))
         elif note == "leave" and not self.verdict:
             self._send(Kind.GOODBYE, root=self.rank, sequence=self.entered)
         return note == "leave"
@@ -208,7 +218,7 @@ class Control:
                     self._handle(peer, *frame)
         except PeerLost as lost:
             self._gone(peer, str(lost))
-        except (FrameError, TypeError, ValueError) as exc:
+        except (FrameError, TypeError, KeyError) as exc:
             self._gone(peer, f"it sent something that is no frame: {exc}")
 
     def _handle(self, peer: "_Peer", header: Header, content: Any) -> None:
@@ -218,7 +228,7 @@ class Control:
             case Kind.TABLE:
                 self.table = [(host, port) for host, port in content]
                 self._table_came.set()
-            case Kind.ABORT if self.rank == 0:
+            case Kind.ABORT if self.rank == 0 and content["kind"] != "silent":
                 # Judged after the beats of all other ranks have been read.
                 self._notes.append(("accuse", Accusation(**content)))
             case Kind.ABORT:
@@ -251,7 +261,10 @@ class Control:
                 f"rank {self.rank} lost rank {peer.rank} ({peer.link.address}): {why}. "
                 f"Rank {peer.rank} probably crashed or was killed: read its log first."
             )
-            self._report(Accusation("lost", self.rank, peer.rank, text))
+            # Judged after all that others have said has been read.
+            self._notes.append(
+                ("accuse", Accusation("lost", self.rank, peer.rank, text))
+            )
 
     def _report(self, accusation: Accusation) -> None:
         """Bring an accusation before the judge, who is rank 0."""
@@ -307,7 +320,9 @@ class Control:
             if not self._silent(0):
                 return error
             text = "rank 0 is not responding. Is it stopped, or its host cut off?"
-            return PeerTimeout(f"{text} Noticed as {mine.text}", 0)
+            silent = replace(mine, kind="silent", culprit=0, text=f"{text} {mine.text}")
+            self._post("tell", silent)  # it will hear it once it goes on
+            return silent.as_error(self.rank)
         same = (verdict.kind, verdict.culprit) == ("lost", mine.culprit)
         explained = verdict.confession or mine.culprit in self.departed
         return error if same and not explained else verdict.as_error(self.rank)

@@ -31,7 +31,7 @@ from typing import Any
 
 from minddp import tensor_ops as ops
 from minddp.autograd import Tensor, apply, as_tensor
-from minddp.device import array_module
+from minddp.device import Array, array_module
 from minddp.errors import UsageError
 
 # ---- Activations ----
@@ -77,15 +77,25 @@ def log_softmax(x: Any, dim: int = -1) -> Tensor:
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
     """x @ weight.T + bias;  (..., in), (out, in), (out,) -> (..., out)."""
-    inputs = [as_tensor(x), as_tensor(weight)]
-    if bias is not None:
-        inputs.append(as_tensor(bias))
-    return apply(ops.Linear(), *inputs)
+    x, weight = as_tensor(x), as_tensor(weight)
+    biases = [] if bias is None else [as_tensor(bias)]
+    if weight.ndim != 2 or any(b.shape != weight.shape[:1] for b in biases):
+        shapes = [t.shape for t in (weight, *biases)]
+        raise UsageError(
+            f"linear: weight and bias are {shapes}; they must be (out, in) and (out,)"
+        )
+    return apply(ops.Linear(), x, weight, *biases)
 
 
 def embedding(ids: Any, weight: Any) -> Tensor:
     """Row ids[i] of the table `weight` for every i;  (...), (rows, d) -> (..., d)."""
-    return apply(ops.Embedding(as_tensor(ids).data), as_tensor(weight))
+    return apply(ops.Embedding(_integers(ids)), as_tensor(weight))
+
+
+def _integers(ids: Any) -> Array:
+    """ids as an array for an op that wants integers, which [] becomes only here."""
+    array = as_tensor(ids).data
+    return array if array.size else array.astype("int64")
 
 
 def dropout(x: Any, p: float = 0.5, training: bool = True) -> Tensor:
@@ -113,8 +123,7 @@ def cross_entropy(
     """
     logits, target = as_tensor(logits), as_tensor(target)
     if target.dtype.kind == "f" and target.shape == logits.shape:
-        losses = -(target * log_softmax(logits, -1)).sum(-1)
-        return _reduce(losses, reduction, losses.numel())
+        return _reduce(-(target * log_softmax(logits, -1)).sum(-1), reduction)
     if logits.ndim == 1 and target.ndim == 0:
         logits, target = logits.reshape(1, -1), target.reshape(1)
     if logits.ndim != 2 or target.shape != logits.shape[:1]:
@@ -123,14 +132,16 @@ def cross_entropy(
             "fit. Give (N, classes) with integer labels (N,), or with probabilities "
             "of the same shape as the logits."
         )
-    losses = apply(ops.CrossEntropy(target.data, ignore_index), logits)
-    return _reduce(losses, reduction, int((target.data != ignore_index).sum()))
+    labels = _integers(target)
+    losses = apply(ops.CrossEntropy(labels, ignore_index), logits)
+    kept = losses[labels != ignore_index] if reduction == "mean" else losses
+    return _reduce(kept, reduction)
 
 
 def mse_loss(x: Any, target: Any, reduction: str = "mean") -> Tensor:
     """(x - target)^2, by default its mean over all elements."""
     x, target = _same_shape("mse_loss", x, target)
-    return _reduce(apply(ops.SquaredError(), x, target), reduction, x.numel())
+    return _reduce(apply(ops.SquaredError(), x, target), reduction)
 
 
 def binary_cross_entropy_with_logits(
@@ -138,7 +149,7 @@ def binary_cross_entropy_with_logits(
 ) -> Tensor:
     """-t log(sigmoid(x)) - (1 - t) log(1 - sigmoid(x)), stable for large |x|."""
     x, target = _same_shape("binary_cross_entropy_with_logits", x, target)
-    return _reduce(apply(ops.BinaryCrossEntropy(), x, target), reduction, x.numel())
+    return _reduce(apply(ops.BinaryCrossEntropy(), x, target), reduction)
 
 
 def _same_shape(name: str, x: Any, target: Any) -> tuple[Tensor, Tensor]:
@@ -153,9 +164,9 @@ def _same_shape(name: str, x: Any, target: Any) -> tuple[Tensor, Tensor]:
     return x, target
 
 
-def _reduce(losses: Tensor, reduction: str, count: int) -> Tensor:
+def _reduce(losses: Tensor, reduction: str) -> Tensor:
     if reduction == "mean":
-        return losses.sum() / count
+        return losses.mean()
     if reduction == "sum":
         return losses.sum()
     if reduction == "none":
@@ -196,12 +207,20 @@ def _pair(a: Any, b: Any) -> tuple[Tensor, Tensor]:
 
 def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
     """The tensors, one after the other along an axis that they have."""
-    return apply(ops.Concatenate(dim), *[as_tensor(x) for x in tensors])
+    return apply(ops.Concatenate(dim), *_some("cat", tensors))
 
 
 def stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
     """The tensors, side by side along a new axis."""
-    return apply(ops.Stack(dim), *[as_tensor(x) for x in tensors])
+    return apply(ops.Stack(dim), *_some("stack", tensors))
+
+
+def _some(name: str, tensors: Sequence[Any]) -> list[Tensor]:
+    """All as Tensors; there must be at least one."""
+    some = [as_tensor(x) for x in tensors]
+    if not some:
+        raise UsageError(f"{name}: there is no tensor in the list")
+    return some
 
 
 def broadcast_to(x: Any, shape: tuple[int, ...]) -> Tensor:
@@ -211,6 +230,6 @@ def broadcast_to(x: Any, shape: tuple[int, ...]) -> Tensor:
 
 def one_hot(labels: Any, num_classes: int) -> Tensor:
     """Rows with a 1 at the label, (...) -> (..., num_classes), int64, no gradient."""
-    ids = as_tensor(labels).data
+    ids = _integers(labels)
     ops.check_range(ids, num_classes, "label", "classes")
     return Tensor(array_module(ids).eye(num_classes, dtype="int64")[ids])

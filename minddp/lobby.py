@@ -140,7 +140,8 @@ class Lobby:
                         del self._dialled[rank]
                         yield None, link
                 except (HandshakeError, OSError) as exc:
-                    raise PeerLost(f"{shown(dialled.address)}: {exc}", rank) from exc
+                    why = f"{shown(dialled.address)} broke off the handshake: {exc}"
+                    raise PeerLost(f"rank {rank} at {why}", rank) from exc
             for visitor in list(self._visitors):
                 try:
                     if hello := visitor.advance():

@@ -49,6 +49,7 @@ Left out:
 
 import math
 from collections.abc import Callable, Sequence
+from types import EllipsisType, NoneType
 from typing import Any, TypeAlias
 
 from minddp.device import (
@@ -128,16 +129,16 @@ class Mul(Op):
 
 
 class Div(Op):
-    """a / b"""
+    """a / b; the derivative -a / b^2 is taken as -y / b, for b^2 may be out of range"""
 
     def forward(self, a: Array, b: Array) -> Array:
-        self.a, self.b = a, b
-        return a / b
+        self.a, self.b, self.y = a, b, a / b
+        return self.y
 
     def backward(self, gy: Array) -> Grads:
-        a, b, needs = self.a, self.b, self.needs
+        a, b, y, needs = self.a, self.b, self.y, self.needs
         ga = unbroadcast(gy / b, a.shape) if needs[0] else None
-        gb = unbroadcast(-gy * a / (b * b), b.shape) if needs[1] else None
+        gb = unbroadcast(-gy * y / b, b.shape) if needs[1] else None
         return ga, gb
 
 
@@ -300,14 +301,18 @@ class Tanh(Op):
 
 
 class Sigmoid(Op):
-    """1 / (1 + exp(-x)), written with tanh: no exp, so nothing overflows"""
+    """1 / (1 + exp(-x)), in the form 1 / (1 + e) for x >= 0 and e / (1 + e) else
+
+    With e = exp(-|x|) nothing overflows, and no 1 - y cancels where y is close to 1.
+    """
 
     def forward(self, x: Array) -> Array:
-        self.y = 0.5 + 0.5 * array_module(x).tanh(0.5 * x)
-        return self.y
+        xp = array_module(x)
+        self.e = xp.exp(-abs(x))
+        return xp.where(x >= 0, 1, self.e) / (1 + self.e)
 
     def backward(self, gy: Array) -> Grads:
-        return (gy * (self.y * (1 - self.y)),)
+        return (gy * (self.e / (1 + self.e) ** 2),)
 
 
 class ReLU(Op):
@@ -324,20 +329,23 @@ class ReLU(Op):
 class GELU(Op):
     """x times the normal distribution function, in its tanh form
 
-    y = x/2 (1 + tanh u),  u = c (x + k x^3)        [Hendrycks & Gimpel 2016, sec. 2]
+    y = x/2 (1 + tanh u),  u = c (z + k z^3)        [Hendrycks & Gimpel 2016, sec. 2]
+
+    Here z is x, cut to where tanh u is not 1 to the last bit: z^3 stays in range.
     """
 
     c, k = math.sqrt(2 / math.pi), 0.044715
 
     def forward(self, x: Array) -> Array:
-        self.x = x
-        self.t = array_module(x).tanh(self.c * x * (1 + self.k * x * x))
+        xp = array_module(x)
+        self.z = z = xp.clip(x, -10, 10)
+        self.t = xp.tanh(self.c * z * (1 + self.k * z * z))
         return 0.5 * x * (1 + self.t)
 
     def backward(self, gy: Array) -> Grads:
-        x, t = self.x, self.t
-        du = self.c * (1 + 3 * self.k * x * x)
-        return (gy * (0.5 * (1 + t + x * (1 - t * t) * du)),)
+        z, t = self.z, self.t
+        du = self.c * (1 + 3 * self.k * z * z)
+        return (gy * (0.5 * (1 + t + z * (1 - t * t) * du)),)
 
 
 class Cast(Op):
@@ -376,12 +384,12 @@ class Dropout(Op):
 
     def forward(self, x: Array) -> Array:
         kept = generator().random(x.shape, dtype="float32") >= self.p
-        scale = 1 / (1 - self.p) if self.p < 1 else 0
-        self.mask = array_module(x).asarray(kept.astype(x.dtype) * scale, x.dtype)
-        return x * self.mask
+        self.kept = array_module(x).asarray(kept)
+        self.scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return x * self.kept * self.scale
 
     def backward(self, gy: Array) -> Grads:
-        return (gy * self.mask,)
+        return (gy * self.kept * self.scale,)
 
 
 # ---- Reductions: over one axis, several, or all (None) ----
@@ -410,7 +418,10 @@ class Sum(Op):
 
 
 class Mean(Op):
-    """The mean over the axis"""
+    """The mean over the axis
+
+    The count is a float64, because a plain 70,000 would become a float16: infinity.
+    """
 
     def __init__(self, axis: Axis = None, keepdims: bool = False):
         self.axis, self.keepdims = axis, keepdims
@@ -421,7 +432,8 @@ class Mean(Op):
         return y
 
     def backward(self, gy: Array) -> Grads:
-        return (_stretch(gy / self.count, self.shape, self.axis, self.keepdims),)
+        share = (gy / array_module(gy).float64(self.count)).astype(gy.dtype)
+        return (_stretch(share, self.shape, self.axis, self.keepdims),)
 
 
 class Max(Op):
@@ -454,8 +466,10 @@ class Min(Op):
 
 def _to_extremes(gy: Array, x: Array, y: Array, axis: Axis, keepdims: bool) -> Array:
     """gy at the places where x equals its extreme y, shared equally among them."""
-    hit = (x == _stretch(y, x.shape, axis, keepdims)).astype(gy.dtype)
-    return hit * _stretch(gy, x.shape, axis, keepdims) / hit.sum(axis, keepdims=True)
+    hit = x == _stretch(y, x.shape, axis, keepdims)
+    ties = hit.sum(axis, keepdims=True)
+    share = _stretch(gy, ties.shape, axis, keepdims) / ties
+    return hit * share.astype(gy.dtype)
 
 
 # ---- Shape: the numbers stay, their arrangement changes ----
@@ -525,11 +539,15 @@ class GetItem(Op):
         return (gx,)
 
 
+# With these and masks, an index names no element twice; all else acts like an array.
+_ONCE = (int, slice, NoneType, EllipsisType)
+
+
 def _may_repeat(index: Any) -> bool:
-    """Whether the index can name an element twice: if it has an array of integers."""
+    """Whether the index can name an element twice."""
     parts = index if isinstance(index, tuple) else (index,)
-    return any(
-        isinstance(part, list) or (hasattr(part, "dtype") and part.dtype.kind in "iu")
+    return not all(
+        isinstance(part, _ONCE) or getattr(part, "dtype", None) == bool
         for part in parts
     )
 
@@ -558,8 +576,9 @@ class Concatenate(Op):
         self.axis = axis
 
     def forward(self, *xs: Array) -> Array:
+        y = array_module(xs[0]).concatenate(xs, self.axis)
         self.sizes = [x.shape[self.axis] for x in xs]
-        return array_module(xs[0]).concatenate(xs, self.axis)
+        return y
 
     def backward(self, gy: Array) -> Grads:
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]

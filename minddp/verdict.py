@@ -32,6 +32,7 @@ KINDS: dict[str, type[PeerError]] = {
     "lost": PeerLost,
     "timeout": PeerTimeout,
     "mismatch": PeerMismatch,
+    "silent": PeerTimeout,  # no sign of life, not even an answer to an accusation
 }
 
 

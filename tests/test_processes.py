@@ -114,6 +114,34 @@ def test_an_uncaught_exception_reaches_the_others_with_its_words():
         assert (result.code, result.err) == (0, "")
 
 
+def fork_and_die_on_rank_1():
+    import os
+    import signal
+
+    pg = join()
+    pg.barrier()
+    if pg.rank == 1 and os.fork() == 0:
+        try:
+            pg.barrier()
+        except minddp.UsageError as error:
+            tell("child", text=str(error))
+        time.sleep(4)  # it outlives its parent, and must not stand in for it
+        os._exit(0)
+    if pg.rank == 1:
+        time.sleep(1)
+        tell("dying")
+        os.kill(os.getpid(), signal.SIGKILL)
+    attempt(pg.barrier)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_no_rank_and_keeps_no_link_of_its_parent_open():
+    zero, one, two = run(3, fork_and_die_on_rank_1)
+    assert "belongs to the parent process" in one.facts["child"]["text"]
+    assert_all_name([zero, two], 1)
+    assert seconds_until_raised([zero, two], one.facts["dying"]["at"]) < DEATH
+
+
 def test_a_rank_that_leaves_early_with_code_0_is_a_failure_and_the_group_stays_dead():
     def leave_on_rank_1():
         import sys
@@ -168,6 +196,7 @@ def stopped(n, victim):
     for result in results:
         assert "not responding" in result.raised["text"]
     assert back.raised["kind"].startswith("Peer")
+    assert back.raised["culprit"] == victim, "it learns that it was itself"
     assert back.code == 0
 
 
