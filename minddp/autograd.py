@@ -322,8 +322,14 @@ class Tensor:
         """
         if self._node is not None:
             raise UsageError("only leaves can be copied: write .detach() first")
-        slots = {name: getattr(self, name) for name in Tensor.__slots__[2:]}
-        return getattr(self, "__dict__", None), {**slots, "_hooks": None}
+        values = {
+            "data": self.data,
+            "grad": self.grad,
+            "_requires_grad": self._requires_grad,
+            "_node": None,
+            "_hooks": None,
+        }
+        return getattr(self, "__dict__", None), values
 
     # -- gradients --
 
@@ -711,9 +717,8 @@ def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Tensor):
         data = data.data
     x = _numbers(array_module(data), data, dtype)
-    if x.dtype == np.float64 and dtype is None and not hasattr(data, "dtype"):
-        x = x.astype(np.float32)
-    return x
+    as_given = dtype is not None or hasattr(data, "dtype")
+    return x if as_given or x.dtype != np.float64 else x.astype(np.float32)
 
 
 def _numbers(xp: Any, data: Any, dtype: Any) -> Array:

@@ -35,7 +35,9 @@ Left out:
 import gzip
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -114,7 +116,7 @@ def load_idx(path: str | os.PathLike[str]) -> Array:
     with open_file(path, "rb") as file:
         try:
             return _read_idx(file, str(path))
-        except (gzip.BadGzipFile, EOFError) as exc:
+        except (gzip.BadGzipFile, zlib.error, EOFError) as exc:
             raise UsageError(f"{path}: not a whole gzip file: {exc}") from exc
 
 
@@ -135,7 +137,11 @@ def _read_idx(file: Any, path: str) -> Array:
             f"{path}: the sizes {shape} ask for {expected:,} bytes of data, but there "
             f"are {there}"
         )
-    return np.frombuffer(numbers, dtype).reshape(shape).astype(dtype.newbyteorder("="))
+    try:
+        array = np.frombuffer(numbers, dtype).reshape(shape)
+    except ValueError as exc:  # more than 64 axes, or 0 times far too many numbers
+        raise UsageError(f"{path}: no array has the sizes {shape}: {exc}") from exc
+    return array.astype(dtype.newbyteorder("="))
 
 
 def _read(file: BinaryIO, limit: int) -> bytes:
@@ -154,9 +160,9 @@ def _read(file: BinaryIO, limit: int) -> bytes:
 class DistributedSampler:
     """The indices of one rank's samples: positions r, r + n, ... of a common order.
 
-    Without num_replicas and rank it looks for the launcher's variables (environment.py),
-    and without a launcher it takes itself for the only process. Call `set_epoch` before each epoch, or
-    every epoch has the order of the first.
+    Without num_replicas and rank it looks for the launcher's variables
+    (environment.py), and without a launcher it takes itself for the only process. Call
+    `set_epoch` before each epoch, or every epoch has the order of the first.
 
     In PyTorch: `torch.utils.data.DistributedSampler`, which has no pad=False.
     """
@@ -171,12 +177,13 @@ class DistributedSampler:
         drop_last: bool = False,
         pad: bool = True,
     ):
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, _whole("seed", seed)
         self.drop_last, self.pad, self.epoch = drop_last, pad, 0
         own_rank, world_size = seat() if None in (rank, num_replicas) else (0, 1)
-        self.num_replicas = world_size if num_replicas is None else num_replicas
-        self.rank = own_rank if rank is None else rank
-        if not 0 <= self.rank < self.num_replicas:
+        n, r = world_size if num_replicas is None else num_replicas, rank
+        self.num_replicas = _whole("num_replicas", n, least=1)
+        self.rank = _whole("rank", own_rank if r is None else r)
+        if self.rank >= self.num_replicas:
             raise UsageError(
                 f"DistributedSampler: there is no rank {self.rank} among "
                 f"{self.num_replicas} replicas"
@@ -184,7 +191,7 @@ class DistributedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle anew for this epoch; the same number on every rank."""
-        self.epoch = epoch
+        self.epoch = _whole("epoch", epoch)
 
     def indices(self) -> Array:
         """This rank's indices, as an array."""
@@ -205,6 +212,13 @@ class DistributedSampler:
 
     def __len__(self) -> int:
         return len(range(self.rank, self._total(), self.num_replicas))
+
+
+def _whole(name: str, value: Any, least: int = 0) -> int:
+    """The value, if it is a whole number, and not a smaller one than that."""
+    if not isinstance(value, Integral) or value < least:
+        raise UsageError(f"{name} is {value!r}, not a whole number from {least} up")
+    return int(value)
 
 
 # ---- Mini-batches ----
@@ -233,11 +247,14 @@ class DataLoader:
         drop_last: bool = False,
         seed: int | None = None,
     ):
-        if batch_size < 1:
-            raise UsageError(f"DataLoader: batch_size is {batch_size}, not 1 or more")
         if shuffle and sampler is not None:
             raise UsageError("DataLoader: the sampler decides the order; omit shuffle")
-        self.dataset, self.batch_size = dataset, batch_size
+        if sampler is not None and not isinstance(sampler, _SAMPLER):
+            raise UsageError(
+                "DataLoader: a sampler has a length and can be read again in each "
+                f"epoch, which {type(sampler).__name__} cannot: make a list of it"
+            )
+        self.dataset, self.batch_size = dataset, _whole("batch_size", batch_size, 1)
         self.collate_fn, self.drop_last = collate_fn, drop_last
         self.epoch = 0
         self._own = DistributedSampler(dataset, 1, 0, shuffle, _seed(seed, shuffle))

@@ -143,7 +143,10 @@ _random = _Random()
 
 def manual_seed(seed: int) -> np.random.Generator:
     """Restart this thread's random stream at `seed` and return it."""
-    _random.generator = np.random.default_rng(seed)
+    try:
+        _random.generator = np.random.default_rng(seed)
+    except (ValueError, TypeError) as exc:
+        raise UsageError(f"manual_seed({seed!r}): {exc}") from exc
     return _random.generator
 
 

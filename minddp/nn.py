@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from minddp import functional as F
-from minddp.autograd import Tensor, as_tensor
+from minddp.autograd import Tensor, as_tensor, device_or_dtype
 from minddp.device import Array, Device, generator
 from minddp.errors import UsageError
 
@@ -125,13 +125,17 @@ class Module:
         """Copy the values in; return the names that are missing, and those unexpected.
 
         Raises UsageError, listing all that is wrong, before anything is written. With
-        strict=False, missing and unexpected names are no error; wrong shapes still are.
+        strict=False, missing and unexpected names are no error; wrong values still are.
         """
         own = dict(self._walk_tensors((Parameter, Buffer), ""))
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         shared = [name for name in own if name in state]
-        problems = _misshapen(own, state, shared)
+        problems = [
+            f"{problem}: {name}"
+            for name in shared
+            if (problem := _misfit(own[name], state[name]))
+        ]
         if strict:
             problems += [f"missing: {name}" for name in missing]
             problems += [f"unexpected: {name}" for name in unexpected]
@@ -139,7 +143,7 @@ class Module:
             lines = "\n  ".join(problems)
             raise UsageError(
                 f"load_state_dict: nothing was loaded into {type(self).__name__}, "
-                f"for its names and shapes do not match the state:\n  {lines}"
+                f"for the state does not match it:\n  {lines}"
             )
         for name in shared:
             own[name].data[...] = own[name].device.put(as_tensor(state[name]).data)
@@ -175,10 +179,13 @@ class Module:
 
         The Parameter objects stay, their arrays are new: move before wrapping in DDP.
         """
+        goal = device_or_dtype(target)
+        if not isinstance(goal, Device) and goal.kind != "f":
+            raise UsageError(f"to({target!r}): the floats of a module must stay floats")
         for _, tensor in _once(self._walk_tensors((Parameter, Buffer), "")):
             for t in (tensor, tensor.grad):
                 if t is not None:
-                    t.data = _moved(t, target)
+                    t.data = _moved(t, goal)
         return self
 
     def apply(self, fn: Callable[["Module"], Any]) -> "Module":
@@ -214,21 +221,23 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _misshapen(
-    own: Mapping[str, Tensor], state: Mapping[str, Any], names: Iterable[str]
-) -> list[str]:
-    shapes = [(name, own[name].shape, np.shape(state[name])) for name in names]
-    return [
-        f"misshapen: {name} is {mine} here, {theirs} in the state"
-        for name, mine, theirs in shapes
-        if mine != theirs
-    ]
+def _misfit(mine: Tensor, value: Any) -> str:
+    """Why the value cannot be copied into the tensor; nothing if it can."""
+    try:
+        theirs = as_tensor(value)
+    except UsageError as exc:
+        return f"no numbers ({exc})"
+    if mine.shape != theirs.shape:
+        return f"misshapen, {mine.shape} here and {theirs.shape} in the state"
+    if not np.can_cast(theirs.dtype, mine.dtype, "same_kind"):
+        return f"mistyped, {mine.dtype} here and {theirs.dtype} in the state"
+    return ""
 
 
-def _moved(t: Tensor, target: Any) -> Array:
-    """t's array on the target device or in the target dtype; integers keep theirs."""
-    is_device = isinstance(target, Device) or str(target).startswith(("cpu", "cuda"))
-    return t.detach().to(target).data if is_device or t.dtype.kind == "f" else t.data
+def _moved(t: Tensor, goal: Any) -> Array:
+    """t's array on the device or in the dtype; integers keep theirs."""
+    moves = isinstance(goal, Device) or t.dtype.kind == "f"
+    return t.detach().to(goal).data if moves else t.data
 
 
 # ---- Containers ----

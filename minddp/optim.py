@@ -36,9 +36,10 @@ Left out:
 """
 
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, TypeAlias
 
-from minddp.autograd import Tensor
+from minddp.autograd import Tensor, as_tensor
 from minddp.device import Array, array_module
 from minddp.errors import UsageError
 
@@ -49,8 +50,11 @@ class Optimizer:
     """What all optimizers share: groups of parameters with settings, and their state.
 
     `params` is an iterable of Tensors, or one of dicts {"params": ..., "lr": ...}, each
-    of which may override the defaults.
+    of which may override the defaults. A subclass defines `update`, and names what it
+    keeps for each parameter: arrays of the parameter's shape, or a count "step".
     """
+
+    state_names: tuple[str, ...] = ()
 
     def __init__(self, params: Iterable[Any], defaults: Group):
         self.defaults = defaults
@@ -66,6 +70,8 @@ class Optimizer:
 
     def add_param_group(self, group: Group) -> None:
         """Take in more parameters, with the defaults for what the group leaves open."""
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise UsageError(f"optimizer: a group is a dict with 'params', not {group}")
         group = {**self.defaults, **group, "params": _listed(group["params"])}
         _check_settings(group)
         known = [id(p) for p in self._parameters()]
@@ -112,24 +118,69 @@ class Optimizer:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a saved state, copied. Raises UsageError if it does not fit."""
-        parameters = self._parameters()
+        """Continue from a saved state, copied.
+
+        Raises UsageError if it does not fit; then nothing was loaded.
+        """
+        try:
+            groups = self._loaded_groups(saved["param_groups"])
+            state = self._loaded_state(saved["state"])
+        except UsageError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise UsageError(
+                f"load_state_dict: this is no saved {type(self).__name__}: {exc!r}"
+            ) from exc
+        self.state = state
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update(loaded)
+
+    def _loaded_groups(self, saved: Iterable[Group]) -> list[Group]:
+        """The saved settings, with the parameters that are here."""
         here = [len(group["params"]) for group in self.param_groups]
-        there = [len(group["params"]) for group in saved["param_groups"]]
+        there = [len(group["params"]) for group in saved]
         if here != there:
             raise UsageError(
                 f"load_state_dict: the groups here have {here} parameters, in the "
                 f"saved state {there}"
             )
-        state = {
-            parameters[int(number)]: _copied(values, parameters[int(number)])
-            for number, values in saved["state"].items()  # numbers, or text from JSON
-        }
-        self.state = state
-        for group, settings in zip(
-            self.param_groups, saved["param_groups"], strict=True
-        ):
-            group.update({k: v for k, v in settings.items() if k != "params"})
+        groups = []
+        for group, settings in zip(self.param_groups, saved, strict=True):
+            if missing := [name for name in self.defaults if name not in settings]:
+                raise UsageError(
+                    f"load_state_dict: the saved settings lack {missing}. Were they "
+                    f"saved by another optimizer than {type(self).__name__}?"
+                )
+            groups.append({**settings, "params": group["params"]})
+            _check_settings(groups[-1])
+        return groups
+
+    def _loaded_state(self, saved: Mapping[Any, Any]) -> dict[Tensor, dict[str, Any]]:
+        """The saved state, copied, for the parameters that have those numbers here."""
+        numbered = {str(i): p for i, p in enumerate(self._parameters())}
+        state = {}
+        for number, values in saved.items():  # numbers, or text from JSON
+            if str(number) not in numbered:
+                raise UsageError(f"load_state_dict: there is no parameter {number}")
+            p = numbered[str(number)]
+            given = {name: as_tensor(value) for name, value in values.items()}
+            names = self.state_names if given else ()
+            due = {name: () if name == "step" else p.shape for name in names}
+            shapes = {name: t.shape for name, t in given.items()}
+            if shapes != due:
+                raise UsageError(
+                    f"load_state_dict: the state of parameter {number} must have the "
+                    f"shapes {due}, not {shapes}"
+                )
+            state[p] = {name: _copied(name, t, p) for name, t in given.items()}
+        return state
+
+
+def _copied(name: str, value: Tensor, p: Tensor) -> Any:
+    """The count as a number; an array as a new one like p, on p's device."""
+    if name == "step":
+        return int(value)
+    return p.device.put(value.data).astype(p.dtype)
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:
@@ -140,24 +191,23 @@ def _listed(params: Iterable[Any]) -> list[Any]:
         )
     if isinstance(params, Tensor):
         raise UsageError("optimizer: give a list of parameters, not a single Tensor")
+    if not isinstance(params, Iterable):
+        raise UsageError(f"optimizer: give a list of parameters, not {params!r}")
     return list(params)
 
 
 def _check_settings(group: Group) -> None:
-    for name in ("lr", "momentum", "weight_decay", "eps"):
-        if not group.get(name, 0) >= 0:  # written so that NaN fails, too
-            raise UsageError(f"optimizer: {name} must be 0 or more, not {group[name]}")
-    for beta in group.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise UsageError(f"optimizer: a beta must be in [0, 1), not {beta}")
-
-
-def _copied(values: Mapping[str, Any], p: Tensor) -> dict[str, Any]:
-    """The saved values of p's state, arrays as new ones on p's device."""
-    return {
-        name: p.device.put(value).copy() if hasattr(value, "shape") else value
-        for name, value in values.items()
-    }
+    for name in ("lr", "momentum", "dampening", "weight_decay", "eps"):
+        value = group.get(name, 0)
+        if not (isinstance(value, Real) and value >= 0):  # so that NaN fails, too
+            raise UsageError(f"optimizer: {name} must be 0 or more, not {value!r}")
+    betas = group.get("betas", (0, 0))
+    if not (isinstance(betas, tuple | list) and len(betas) == 2) or not all(
+        isinstance(beta, Real) and 0 <= beta < 1 for beta in betas
+    ):
+        raise UsageError(f"optimizer: betas are two numbers in [0, 1), not {betas!r}")
+    if group.get("nesterov") and (group["momentum"] == 0 or group["dampening"] != 0):
+        raise UsageError("optimizer: nesterov needs momentum > 0 and dampening = 0")
 
 
 class SGD(Optimizer):
@@ -170,6 +220,8 @@ class SGD(Optimizer):
     In PyTorch: `torch.optim.SGD`.
     """
 
+    state_names = ("momentum_buffer",)
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -179,8 +231,6 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ):
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise UsageError("SGD: nesterov needs momentum > 0 and dampening = 0")
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -199,8 +249,8 @@ class SGD(Optimizer):
 
     def _with_momentum(self, g: Array, state: dict[str, Any], group: Group) -> Array:
         v = state.get("momentum_buffer")
-        if v is None:
-            v = state["momentum_buffer"] = g.copy()
+        if v is None:  # array, not copy: a sum of 0-d arrays is a scalar, read-only
+            v = state["momentum_buffer"] = array_module(g).array(g)
         else:
             v *= group["momentum"]
             v += (1 - group["dampening"]) * g if group["dampening"] else g
@@ -219,6 +269,7 @@ class Adam(Optimizer):
     In PyTorch: `torch.optim.Adam`.
     """
 
+    state_names = ("step", "exp_avg", "exp_avg_sq")
     decoupled = False  # weight decay on p itself (AdamW), not by way of the gradient
 
     def __init__(
@@ -243,7 +294,7 @@ class Adam(Optimizer):
         elif group["weight_decay"]:
             g = g + group["weight_decay"] * x
 
-        scratch = g - m
+        scratch = xp.subtract(g, m, out=xp.empty_like(m))  # an array, even if 0-d
         scratch *= 1 - b1
         m += scratch
         xp.multiply(g, g, out=scratch)

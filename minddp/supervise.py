@@ -30,7 +30,8 @@ In PyTorch: `PContext` and the agent's loop (torch/distributed/elastic), which l
 times a second; here an end is seen at once.
 
 Left out: Ctrl-Z (it stops us only; the ranks run on until their pipes are full),
-standard input (n readers of one terminal would take each other's lines), and machines
+standard input (n readers of one terminal would take each other's lines), programs that
+make themselves daemons (with a session of their own they are out of reach), and machines
 with more than 500 ranks (`select` ends at descriptor 1,023).
 """
 

@@ -697,3 +697,21 @@ def test_a_bar_of_rank_0_is_drawn_on_a_terminal_and_stays_whole(tmp_path):
         [f"[rank {r}] line {i}" for r in (0, 1) for i in range(1, 6)]
         + ["[rank 0] bar #####"]
     )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_job_runs_with_its_standard_streams_closed(closed, tmp_path):
+    """Else the listening socket or a rank's pipe would become descriptor 0, 1 or 2."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, minddp\n"
+        "with minddp.init_process_group() as pg:\n"
+        "    pg.barrier()\n"
+        "    open(f'{pg.rank}.done', 'w').close()\n"
+        "    print('hello')\n"
+    )
+    command = f"{sys.executable} -m minddp run -n 2 {script} {closed}"
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=30)
+    assert result.returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("*.done")) == ["0.done", "1.done"]
