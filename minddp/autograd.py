@@ -619,6 +619,8 @@ class Tensor:
         if self.ndim == 0:
             return self.reshape(1)
         start, end = self._axis(start_dim), self._axis(end_dim)
+        if start > end:
+            raise UsageError(f"flatten: axis {start} does not come before {end}")
         joined = math.prod(self.shape[start : end + 1])
         return self.reshape(*self.shape[:start], joined, *self.shape[end + 1 :])
 
@@ -714,6 +716,8 @@ def _like(x: Any, tensor: Tensor) -> Array:
 
 def _as_array(data: Any, dtype: Any) -> Array:
     """The array in a Tensor: arrays as they are; Python floats become float32."""
+    if type(data) is np.ndarray and data.dtype.kind in "biuf" and dtype is None:
+        return data
     if isinstance(data, Tensor):
         data = data.data
     x = _numbers(array_module(data), data, dtype)

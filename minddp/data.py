@@ -36,7 +36,7 @@ import gzip
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from numbers import Integral
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -180,9 +180,9 @@ class DistributedSampler:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, _whole("seed", seed)
         self.drop_last, self.pad, self.epoch = drop_last, pad, 0
         own_rank, world_size = seat() if None in (rank, num_replicas) else (0, 1)
-        n, r = world_size if num_replicas is None else num_replicas, rank
+        n = world_size if num_replicas is None else num_replicas
         self.num_replicas = _whole("num_replicas", n, least=1)
-        self.rank = _whole("rank", own_rank if r is None else r)
+        self.rank = _whole("rank", own_rank if rank is None else rank)
         if self.rank >= self.num_replicas:
             raise UsageError(
                 f"DistributedSampler: there is no rank {self.rank} among "
@@ -249,10 +249,10 @@ class DataLoader:
     ):
         if shuffle and sampler is not None:
             raise UsageError("DataLoader: the sampler decides the order; omit shuffle")
-        if sampler is not None and not isinstance(sampler, _SAMPLER):
+        if sampler is not None and not isinstance(sampler, Sized):
             raise UsageError(
-                "DataLoader: a sampler has a length and can be read again in each "
-                f"epoch, which {type(sampler).__name__} cannot: make a list of it"
+                f"DataLoader: a {type(sampler).__name__} is no sampler: it has no "
+                "length, and may be empty in the next epoch. Make a list of it."
             )
         self.dataset, self.batch_size = dataset, _whole("batch_size", batch_size, 1)
         self.collate_fn, self.drop_last = collate_fn, drop_last

@@ -27,6 +27,7 @@ Left out:
 """
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 from minddp import tensor_ops as ops
@@ -77,14 +78,16 @@ def log_softmax(x: Any, dim: int = -1) -> Tensor:
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Tensor:
     """x @ weight.T + bias;  (..., in), (out, in), (out,) -> (..., out)."""
-    x, weight = as_tensor(x), as_tensor(weight)
-    biases = [] if bias is None else [as_tensor(bias)]
-    if weight.ndim != 2 or any(b.shape != weight.shape[:1] for b in biases):
-        shapes = [t.shape for t in (weight, *biases)]
+    inputs = [as_tensor(x), as_tensor(weight)]
+    if bias is not None:
+        inputs.append(as_tensor(bias))
+    W, b = inputs[1].shape, inputs[-1].shape
+    if len(W) != 2 or (bias is not None and b != W[:1]):
+        shapes = " and ".join(str(x.shape) for x in inputs[1:])
         raise UsageError(
-            f"linear: weight and bias are {shapes}; they must be (out, in) and (out,)"
+            f"linear: weight and bias must be (out, in) and (out,), not {shapes}"
         )
-    return apply(ops.Linear(), x, weight, *biases)
+    return apply(ops.Linear(), *inputs)
 
 
 def embedding(ids: Any, weight: Any) -> Tensor:
@@ -104,8 +107,8 @@ def dropout(x: Any, p: float = 0.5, training: bool = True) -> Tensor:
     The expectation stays x, so that evaluation (`training=False`) is the identity. The
     mask comes from the host generator: seed it differently on each rank.
     """
-    if not 0 <= p <= 1:
-        raise UsageError(f"dropout: p is a probability, so not {p}")
+    if not isinstance(p, Real) or not 0 <= float(p) <= 1:
+        raise UsageError(f"dropout: p is a probability, so not {p!r}")
     return apply(ops.Dropout(p), as_tensor(x)) if training and p else as_tensor(x)
 
 
@@ -134,8 +137,10 @@ def cross_entropy(
         )
     labels = _integers(target)
     losses = apply(ops.CrossEntropy(labels, ignore_index), logits)
-    kept = losses[labels != ignore_index] if reduction == "mean" else losses
-    return _reduce(kept, reduction)
+    kept = labels != ignore_index
+    if reduction == "mean" and not kept.all():
+        losses = losses[kept]
+    return _reduce(losses, reduction)
 
 
 def mse_loss(x: Any, target: Any, reduction: str = "mean") -> Tensor:

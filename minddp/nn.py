@@ -131,11 +131,7 @@ class Module:
         missing = [name for name in own if name not in state]
         unexpected = [name for name in state if name not in own]
         shared = [name for name in own if name in state]
-        problems = [
-            f"{problem}: {name}"
-            for name in shared
-            if (problem := _misfit(own[name], state[name]))
-        ]
+        problems = list(_misfits(own, state, shared))
         if strict:
             problems += [f"missing: {name}" for name in missing]
             problems += [f"unexpected: {name}" for name in unexpected]
@@ -221,17 +217,20 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _misfit(mine: Tensor, value: Any) -> str:
-    """Why the value cannot be copied into the tensor; nothing if it can."""
-    try:
-        theirs = as_tensor(value)
-    except UsageError as exc:
-        return f"no numbers ({exc})"
-    if mine.shape != theirs.shape:
-        return f"misshapen, {mine.shape} here and {theirs.shape} in the state"
-    if not np.can_cast(theirs.dtype, mine.dtype, "same_kind"):
-        return f"mistyped, {mine.dtype} here and {theirs.dtype} in the state"
-    return ""
+def _misfits(
+    own: Mapping[str, Tensor], state: Mapping[str, Any], names: Iterable[str]
+) -> Iterator[str]:
+    """A line for each name whose value cannot be copied without loss."""
+    for name in names:
+        try:
+            mine, theirs = own[name], as_tensor(state[name])
+        except UsageError as exc:
+            yield f"no tensor: {name}, {exc}"
+            continue
+        if mine.shape != theirs.shape:
+            yield f"misshapen: {name} is {mine.shape} here, {theirs.shape} in the state"
+        elif not np.can_cast(theirs.dtype, mine.dtype, "same_kind"):
+            yield f"mistyped: {name} is {mine.dtype} here, {theirs.dtype} in the state"
 
 
 def _moved(t: Tensor, goal: Any) -> Array:

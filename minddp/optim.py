@@ -199,14 +199,16 @@ def _listed(params: Iterable[Any]) -> list[Any]:
 def _check_settings(group: Group) -> None:
     for name in ("lr", "momentum", "dampening", "weight_decay", "eps"):
         value = group.get(name, 0)
-        if not (isinstance(value, Real) and value >= 0):  # so that NaN fails, too
+        if not (
+            isinstance(value, Real) and float(value) >= 0
+        ):  # so that NaN fails, too
             raise UsageError(f"optimizer: {name} must be 0 or more, not {value!r}")
     betas = group.get("betas", (0, 0))
     if not (isinstance(betas, tuple | list) and len(betas) == 2) or not all(
-        isinstance(beta, Real) and 0 <= beta < 1 for beta in betas
+        isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas
     ):
         raise UsageError(f"optimizer: betas are two numbers in [0, 1), not {betas!r}")
-    if group.get("nesterov") and (group["momentum"] == 0 or group["dampening"] != 0):
+    if group.get("nesterov") and (not group["momentum"] or group["dampening"]):
         raise UsageError("optimizer: nesterov needs momentum > 0 and dampening = 0")
 
 

@@ -547,7 +547,7 @@ def _may_repeat(index: Any) -> bool:
     """Whether the index can name an element twice."""
     parts = index if isinstance(index, tuple) else (index,)
     return not all(
-        isinstance(part, _ONCE) or getattr(part, "dtype", None) == bool
+        isinstance(part, _ONCE) or getattr(part, "dtype", None) == "bool"
         for part in parts
     )
 

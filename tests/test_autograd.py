@@ -1,7 +1,9 @@
 """Recording and replaying: sums over paths, order, hooks, memory, refusals."""
 
+import copy
 import gc
 import inspect
+import pickle
 import subprocess
 import sys
 import threading
@@ -439,6 +441,30 @@ def test_no_grad_records_nothing_as_a_statement_and_as_a_decorator():
     assert (x * 2).requires_grad
 
 
+def test_one_no_grad_can_be_entered_again_and_within_itself():
+    x, quiet = leaf([1.0]), no_grad()
+    with quiet:
+        with quiet:
+            pass
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+    with quiet:
+        assert not (x * 2).requires_grad
+    assert (x * 2).requires_grad
+
+
+def test_no_grad_above_a_generator_is_refused_for_its_body_runs_later():
+    def generator():
+        yield 1
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(UsageError, match=function.__name__):
+            no_grad()(function)
+
+
 def test_detach_shares_the_array_and_drops_the_history():
     x = leaf([1.0, 2.0])
     y = (x * 2).detach()
@@ -497,6 +523,34 @@ def test_changing_a_leaf_in_place_is_refused_while_recording():
         x[0] = 7.0
     assert x.tolist() == [7, 3]
     assert x.data is array
+
+
+def test_numbers_written_into_integers_never_lose_their_fraction():
+    x = Tensor([1, 2, 3])
+    with pytest.raises(UsageError, match="float64 does not fit into a tensor of int64"):
+        x += 0.5
+    with pytest.raises(UsageError, match="float64"):
+        x /= 2
+    with pytest.raises(UsageError, match="float32"):
+        x[0] = Tensor([0.5])[0]
+    with pytest.raises(UsageError, match="bool"):
+        bits = Tensor([True])
+        bits += 1
+    x += 1
+    x[0] = 7
+    assert x.tolist() == [7, 3, 4]
+
+
+def test_writing_in_place_refuses_what_does_not_fit_into_the_memory():
+    locked = np.ones(2)
+    locked.setflags(write=False)
+    for array, b in ((locked, 1.0), (np.ones(2), np.ones((3, 2)))):
+        x = Tensor(array)
+        with pytest.raises(UsageError, match="cannot be written"):
+            x *= b
+        with pytest.raises(UsageError, match="cannot be written"):
+            x[:] = b
+        assert array.tolist() == [1, 1]
 
 
 def test_adding_a_loss_to_a_running_total_keeps_the_history():
@@ -590,11 +644,106 @@ def test_a_tensor_is_a_dict_key_by_identity():
     assert {x: 1, y: 2}[x] == 1
 
 
-def test_text_is_no_tensor():
-    with pytest.raises(UsageError, match="numbers"):
-        Tensor("abc")
+@pytest.mark.parametrize(
+    "junk",
+    [
+        "abc", np.str_("1.5"), None, 1j, np.complex64(1j), np.ones(1, complex),
+        np.array([1, None]), np.array(["1"]), 10**400, [[1], [2, 3]], [1j],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_real_number_is_no_tensor_and_no_operand(junk):
+    x, array = leaf([1.0]), Tensor([1.0])
+    for use in (
+        lambda: Tensor(junk),
+        lambda: x * junk,
+        lambda: junk - x,
+        lambda: x < junk,
+        lambda: F.where(x > 0, x, junk),
+        lambda: array.__iadd__(junk),
+        lambda: array.__setitem__(0, junk),
+        lambda: F.mse_loss(x, junk),
+    ):
+        with pytest.raises(UsageError, match=r"real numbers|no Tensor can hold"):
+            use()
+
+
+def test_a_tensor_never_becomes_complex():
+    with pytest.raises(UsageError, match="complex64"):
+        leaf([1.0]).to("complex64")
+    with pytest.raises(UsageError, match="complex64"):
+        Tensor([1.0], dtype="complex64")
+
+
+MATRIX = Tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: MATRIX.transpose(0, 3),
+        lambda: MATRIX.permute(None),
+        lambda: MATRIX.flatten(5),
+        lambda: MATRIX.flatten(1, 0),
+        lambda: MATRIX.reshape(None),
+        lambda: MATRIX.split(0),
+        lambda: MATRIX.split(-1),
+        lambda: MATRIX.split(1, dim=2),
+        lambda: Tensor(1.0).split(1),
+        lambda: MATRIX.size(2),
+        lambda: MATRIX.argmax(2),
+        lambda: MATRIX.sum(2),
+        lambda: MATRIX.to("junk"),
+        lambda: MATRIX.to(None),
+        lambda: MATRIX[2],
+        lambda: MATRIX**10**400,
+        lambda: Tensor(np.array([1], "int8")) + 300,
+        lambda: F.cat([]),
+        lambda: F.stack([]),
+        lambda: F.cat([Tensor(1.0), Tensor(2.0)]),
+        lambda: F.cat([MATRIX, MATRIX], dim=2),
+        lambda: F.stack([MATRIX, MATRIX], dim=3),
+        lambda: F.softmax(MATRIX, dim=2),
+        lambda: F.broadcast_to(MATRIX, (2, 4)),
+        lambda: manual_seed(-1),
+    ],
+    ids=inspect.getsource,
+)
+def test_arguments_that_cannot_work_are_usage_errors(call):
     with pytest.raises(UsageError):
-        Tensor([1.0]) + "abc"
+        call()
+
+
+def test_an_index_past_the_end_ends_a_loop_as_it_does_for_a_list():
+    class Rows:
+        def __getitem__(self, i):
+            return MATRIX[i]
+
+    assert [row.tolist() for row in Rows()] == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_copy_has_data_and_grad_but_neither_hooks_nor_graph():
+    class Reducer:
+        """Like a DDP: it holds what no copy can take along."""
+
+        def __init__(self):
+            self.lock, self.calls = threading.Lock(), 0
+
+        def hook(self, p):
+            self.calls += 1
+
+    x, reducer = leaf([1.0, 2.0]), Reducer()
+    x.register_post_accumulate_grad_hook(reducer.hook)
+    (x * 3).sum().backward()
+    for y in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert (y.tolist(), y.grad.tolist(), y.requires_grad) == ([1, 2], [3, 3], True)
+        assert not np.shares_memory(y.data, x.data)
+        assert not np.shares_memory(y.grad.data, x.grad.data)
+        (y * 3).sum().backward()
+        assert y.grad.tolist() == [6, 6]
+    assert reducer.calls == 1
+    with pytest.raises(UsageError, match="leaves"):
+        copy.deepcopy(x * 2)
 
 
 # ---- Devices and random numbers ----

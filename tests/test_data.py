@@ -182,6 +182,28 @@ def test_loaders_and_datasets_refuse_what_cannot_work():
         DataLoader(range(3), batch_size=0)
     with pytest.raises(UsageError, match="omit shuffle"):
         DataLoader(range(3), shuffle=True, sampler=[0, 1])
+    with pytest.raises(UsageError, match="generator is no sampler"):
+        DataLoader(range(3), sampler=(i for i in range(3)))
+
+
+@pytest.mark.parametrize("junk", [None, "2", 2.5, -1])
+def test_counts_and_seeds_are_whole_numbers(junk):
+    data = range(3)
+    for make in (
+        lambda: DataLoader(data, batch_size=junk),
+        lambda: DistributedSampler(data, num_replicas=junk or "", rank=0),
+        lambda: DistributedSampler(data, num_replicas=2, rank=junk or ""),
+        lambda: DistributedSampler(data, seed=junk),
+        lambda: DistributedSampler(data).set_epoch(junk),
+    ):
+        with pytest.raises(UsageError, match="whole number"):
+            make()
+    loader = DataLoader(data, batch_size=np.int64(2), shuffle=True, seed=np.int64(1))
+    assert len(list(loader)) == 2
+
+
+def test_a_dataset_of_tensors_can_be_looped_over():
+    assert [y.item() for x, y in TensorDataset(np.zeros((2, 3)), [5, 6])] == [5, 6]
 
 
 # ---- Digits ----
@@ -244,6 +266,8 @@ def test_idx_files_of_all_types(tmp_path, kind, dtype):
         (idx(np.zeros(5, "u1"), 8, (6,)), "6 bytes of data, but there are 5"),
         (idx(np.zeros(5, "u1"), 8, (4,)), "4 bytes of data, but there are more"),
         (idx(np.zeros(5, "u1"), 8, (2**32 - 1,) * 3), "bytes of data, but there are 5"),
+        (idx(np.zeros(0, "u1"), 8, (0, 2**32 - 1, 2**32 - 1)), "no array has the size"),
+        (idx(np.zeros(1, "u1"), 8, (1,) * 65), "no array has the size"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["", ".gz"])
@@ -258,7 +282,8 @@ def test_an_idx_file_that_lies_is_refused_by_name(tmp_path, content, match, suff
 def test_a_broken_gzip_file_is_refused_by_name(tmp_path):
     path = tmp_path / "labels.gz"
     whole = gzip.compress(idx(np.zeros(1000, "u1"), 8))
-    for content in (b"no gzip", whole[:20]):
+    torn = whole[:12] + b"\xff" * 4 + whole[16:]  # zlib.error, which is no OSError
+    for content in (b"no gzip", whole[:20], torn):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=r"labels\.gz"):
             load_idx(path)

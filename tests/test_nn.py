@@ -1,6 +1,8 @@
 """Modules: names in definition order, tied parameters, saving and loading."""
 
 import copy
+import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -142,6 +144,45 @@ def test_a_copied_model_shares_nothing():
     assert not np.shares_memory(b.head.weight.data, a.head.weight.data)
 
 
+def test_a_copied_model_leaves_the_hooks_with_the_original():
+    a, lock = Tied(), threading.Lock()
+    hook = partial(print, lock)  # no copy can take a lock along
+    a.table.weight.register_post_accumulate_grad_hook(hook)
+    b = copy.deepcopy(a)
+    assert b.head.weight is b.table.weight
+    b(np.array([1, 2])).sum().backward()
+    assert a.table.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (np.zeros(3, complex), "no tensor: 2.bias, .*complex128"),
+        (np.array(["1", "2", "3"]), "no tensor: 2.bias, .*<U1"),
+        ([1, 2, "x"], "no tensor: 2.bias"),
+        ([[1], [2, 3]], "no tensor: 2.bias"),
+        (None, "no tensor: 2.bias"),
+    ],
+)
+def test_loading_what_is_no_real_number_changes_nothing(value, match):
+    model = mlp()
+    state = {k: v.data + 1 for k, v in model.state_dict().items()}
+    before = [p.data.copy() for p in model.parameters()]
+    with pytest.raises(UsageError, match=match):
+        model.load_state_dict({**state, "2.bias": value})
+    for p, old in zip(model.parameters(), before, strict=True):
+        np.testing.assert_array_equal(p.data, old)
+
+
+def test_loading_never_cuts_the_fraction_off_a_number():
+    model = nn.Module()
+    model.register_buffer("count", np.array(3))
+    with pytest.raises(UsageError, match="mistyped: count is int64 here, float32"):
+        model.load_state_dict({"count": 2.5})
+    model.load_state_dict({"count": 2})
+    assert model.count.item() == 2
+
+
 # ---- Settings ----
 
 
@@ -188,6 +229,14 @@ def test_to_changes_floats_and_keeps_the_parameter_objects():
     assert {p.dtype for p in model.parameters()} == {np.dtype("float64")}
     assert model.count.dtype == np.int64
     assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+
+
+@pytest.mark.parametrize("target", ["int64", "complex64", "junk", None])
+def test_to_refuses_what_would_not_leave_floats_floats(target):
+    model = mlp()
+    with pytest.raises(UsageError, match="to\\("):
+        model.to(target)
+    assert {p.dtype for p in model.parameters()} == {np.dtype("float32")}
 
 
 def test_apply_visits_children_before_their_parent():

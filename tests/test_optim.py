@@ -87,10 +87,28 @@ def test_adams_first_step_has_the_length_of_lr_whatever_the_gradient():
 # ---- What all optimizers promise ----
 
 KINDS = [
-    lambda params: optim.SGD(params, lr=0.1, momentum=0.9),
-    lambda params: optim.Adam(params, lr=0.1),
+    lambda params: optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    lambda params: optim.Adam(params, lr=0.1, weight_decay=0.1),
     lambda params: optim.AdamW(params, lr=0.1),
 ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_without_axes_moves_like_one_with_one_element(kind):
+    """Arithmetic turns arrays without axes into scalars, which are read-only."""
+    p, q = Tensor(np.array(1.0), requires_grad=True), parameter(1.0)
+    of_p, of_q = kind([p]), kind([q])
+    assert trajectory(of_p, p, [2, 2, -1, 2]) == trajectory(of_q, q, [2, 2, -1, 2])
+    arrays = [v for v in of_p.state[p].values() if not isinstance(v, int)]
+    assert arrays
+    assert all(isinstance(v, np.ndarray) and v.shape == () for v in arrays)
+
+
+def test_sgd_with_decay_accumulates_the_momentum_of_a_number():
+    p = Tensor(np.float32(1), requires_grad=True)
+    optimizer = optim.SGD([p], lr=0.1, momentum=0.9, weight_decay=0.1)
+    assert trajectory(optimizer, p, [2] * 4)[-1] == pytest.approx(-0.871387)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,6 +178,68 @@ def test_loading_copies_and_checks():
         optim.SGD([parameter(1.0), parameter(2.0)]).load_state_dict(saved)
 
 
+def changed(saved, *path, to):
+    """A copy of the saved state with another value at that path."""
+    saved = inner = copy.deepcopy(saved)
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = to
+    return saved
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (lambda saved: {}, "no saved Adam"),
+        (lambda saved: None, "no saved Adam"),
+        (lambda saved: {**saved, "state": [1]}, "no saved Adam"),
+        (lambda saved: {**saved, "param_groups": [{}]}, "no saved Adam"),
+        (lambda saved: changed(saved, "state", 1, to={}), "no parameter 1"),
+        (lambda saved: changed(saved, "state", -1, to={}), "no parameter -1"),
+        (lambda saved: changed(saved, "state", 0, "exp_avg", to=np.ones(3)), "shapes"),
+        (lambda saved: changed(saved, "state", 0, "exp_avg", to=1.0), "shapes"),
+        (lambda saved: changed(saved, "state", 0, "exp_avg", to="ab"), "numbers"),
+        (lambda saved: changed(saved, "state", 0, "exp_avg", to=[1j, 1]), "numbers"),
+        (lambda saved: changed(saved, "state", 0, "step", to=np.ones(2)), "shapes"),
+        (lambda saved: changed(saved, "state", 0, to={"step": 3}), "shapes"),
+        (lambda saved: changed(saved, "param_groups", 0, "lr", to=None), "lr"),
+        (lambda saved: changed(saved, "param_groups", 0, "betas", to=0.9), "betas"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(spoil, match):
+    p = parameter(1.0, 2.0)
+    optimizer = optim.Adam([p], lr=0.1)
+    trajectory(optimizer, p, [1])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(UsageError, match=match):
+        optimizer.load_state_dict(spoil(saved))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.state[p]["exp_avg"].tolist() == pytest.approx([0.1, 0.1])
+    trajectory(optimizer, p, [1])
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    p = parameter(1.0)
+    sgd, adam = optim.SGD([p], momentum=0.9), optim.Adam([p])
+    for optimizer in (sgd, adam):
+        trajectory(optimizer, p, [1])
+    with pytest.raises(UsageError, match=r"lack .*'betas'"):
+        adam.load_state_dict(sgd.state_dict())
+    with pytest.raises(UsageError, match=r"lack .*'momentum'"):
+        sgd.load_state_dict(adam.state_dict())
+    optim.AdamW([p]).load_state_dict(adam.state_dict())  # keeps the same
+
+
+def test_a_loaded_array_takes_on_the_dtype_of_its_parameter():
+    p, q = parameter(1.0), Tensor(np.ones(1, "float32"), requires_grad=True)
+    first, second = optim.Adam([p]), optim.Adam([q])
+    trajectory(first, p, [1])
+    second.load_state_dict(first.state_dict())
+    assert second.state[q]["exp_avg"].dtype == np.float32
+    assert second.state[q]["step"] == 1
+
+
 def test_groups_have_settings_of_their_own():
     p, q = parameter(0.0), parameter(0.0)
     optimizer = optim.SGD([{"params": [p], "lr": 1.0}, {"params": [q]}], lr=0.1)
@@ -210,6 +290,17 @@ def test_the_state_is_numbered_in_the_order_of_the_list():
         (lambda p: optim.SGD([p], nesterov=True), "nesterov"),
         (lambda p: optim.Adam([p], betas=(0.9, 1.0)), "beta"),
         (lambda p: optim.AdamW([p], weight_decay=-1), "weight_decay"),
+        (lambda p: optim.SGD([p], lr=None), "lr must be"),
+        (lambda p: optim.Adam([p], lr="0.1"), "lr must be"),
+        (lambda p: optim.SGD([p], momentum=None, nesterov=True), "momentum must be"),
+        (lambda p: optim.SGD([{"params": [p], "nesterov": True}]), "nesterov"),
+        (lambda p: optim.SGD([{"lr": 0.1}]), "'params'"),
+        (lambda p: optim.SGD([{"params": [p]}, p]), "'params'"),
+        (lambda p: optim.SGD([p, {"params": [p]}]), "no Tensor"),
+        (lambda p: optim.SGD(None), "list"),
+        (lambda p: optim.Adam([p], betas=0.9), "betas"),
+        (lambda p: optim.Adam([p], betas=(0.9,)), "betas"),
+        (lambda p: optim.Adam([p], betas=("a", "b")), "betas"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, match):

@@ -416,6 +416,36 @@ def test_the_seed_of_hashes_may_differ_from_rank_to_rank():
     assert {fact["stats"]["collectives"] for fact in done} == {8}
 
 
+def test_training_is_the_same_whatever_the_seeds_of_hashes():
+    def train():
+        import hashlib
+
+        from minddp import functional as F
+        from minddp import nn, optim
+        from minddp.data import DataLoader, DistributedSampler, load_digits
+
+        pg = join()
+        layers = nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)
+        model = minddp.DistributedDataParallel(nn.Sequential(*layers), pg)
+        optimizer = optim.AdamW(model.parameters(), lr=0.01)
+        dataset = load_digits("train")
+        sampler = DistributedSampler(dataset, pg.world_size, pg.rank)
+        for x, y in DataLoader(dataset, 16, sampler=sampler):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        digest = hashlib.sha256()
+        for name, tensor in model.state_dict().items():
+            digest.update(name.encode() + tensor.data.tobytes())
+        tell("done", digest=digest.hexdigest(), seen=hash("w"))
+        pg.close()
+
+    seeds = {rank: {"PYTHONHASHSEED": str(rank + 1)} for rank in range(3)}
+    done = [result.facts["done"] for result in run(3, train, env_of=seeds)]
+    assert len({fact["seen"] for fact in done}) == 3, "the seeds were not in force"
+    assert len({fact["digest"] for fact in done}) == 1
+
+
 def test_the_token_is_in_no_output_and_in_no_command_line():
     def log_everything():
         import logging

@@ -1,5 +1,7 @@
 """Every op: its gradient agrees with finite differences, and shapes come back."""
 
+from collections import deque
+
 import numpy as np
 import pytest
 from gradcheck import gradcheck
@@ -163,9 +165,36 @@ def test_gelu_is_the_tanh_form_and_refuses_the_other():
 
 
 def test_sigmoid_never_overflows():
-    with np.errstate(all="raise"):
+    with np.errstate(all="raise", under="ignore"):
         y = F.sigmoid([-1e3, 0.0, 1e3])
     assert y.tolist() == [0, 0.5, 1]
+
+
+def test_sigmoid_is_accurate_in_its_tails_forward_and_backward():
+    """exp(-20) = 2.06e-9 is below the last bit of 1, so 1 - y would lose it."""
+    x = Tensor([-20.0, 20.0], requires_grad=True)
+    y = F.sigmoid(x)
+    y.sum().backward()
+    tail = np.exp(-20) / (1 + np.exp(-20))
+    assert y.tolist() == pytest.approx([tail, 1], rel=1e-6)
+    assert x.grad.tolist() == pytest.approx([tail, tail], rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-23])
+def test_a_quotient_in_range_has_a_gradient_in_range(size):
+    """The square of 1e20 is infinite in float32, that of 1e-23 is 0."""
+    a, b = Tensor([size], requires_grad=True), Tensor([size], requires_grad=True)
+    (a / b).backward()
+    assert a.grad.item() == pytest.approx(1 / size)
+    assert b.grad.item() == pytest.approx(-1 / size)
+
+
+def test_gelu_of_a_large_number_has_the_gradient_1():
+    x = Tensor(np.array([2000.0, -2000.0], "float16"), requires_grad=True)
+    y = F.gelu(x)
+    y.sum().backward()
+    assert y.tolist() == [2000, 0]
+    assert x.grad.tolist() == [1, 0]
 
 
 # ---- Reductions ----
@@ -193,6 +222,16 @@ def test_elements_that_tie_share_the_gradient_of_an_extreme():
     x = Tensor([[1.0, 5.0, 1.0], [7.0, 2.0, 3.0]], requires_grad=True)
     x.min(dim=1).backward([6.0, 4.0])
     assert x.grad.tolist() == [[3, 0, 3], [0, 4, 0]]
+
+
+@pytest.mark.parametrize("f", ["mean", "max", "min"])
+def test_a_count_that_float16_cannot_hold_still_divides_the_gradient(f):
+    x = Tensor(np.ones(70_000, "float16"), requires_grad=True)
+    y = getattr(x, f)()
+    y.backward()
+    assert y.item() == 1
+    assert y.dtype == x.grad.dtype == np.float16
+    np.testing.assert_allclose(x.grad.data, np.full(70_000, 1 / 70_000), rtol=3e-3)
 
 
 def test_a_sum_over_nothing_gives_gradients_without_elements():
@@ -236,6 +275,11 @@ def test_an_explicit_broadcast_sums_its_gradient():
         (Ellipsis, None, 2),
         np.array([0, 2, 0, 0]),
         [1, 1],
+        ((0, 0, 1),),
+        (slice(None), (3, 3)),
+        (range(2), [1, 1]),
+        np.int64(1),
+        True,
         (np.array([0, 2, 2]), np.array([1, 3, 3])),
         (slice(1), np.array([[0, 0], [1, 3]])),
         np.arange(12).reshape(3, 4) % 3 == 0,
@@ -253,6 +297,15 @@ def test_a_row_that_is_taken_twice_gets_both_gradients():
     x = Tensor(np.zeros((3, 1)), requires_grad=True)
     x[np.array([2, 0, 2])].backward([[1.0], [10.0], [100.0]])
     assert x.grad.tolist() == [[10], [0], [101]]
+
+
+@pytest.mark.parametrize(
+    "index", [[0, 0, 1], ((0, 0, 1),), (deque([0, 0, 1]),), np.array([0, 0, 1])]
+)
+def test_an_element_taken_twice_by_any_sequence_gets_both_gradients(index):
+    x = Tensor([0.0, 0.0], requires_grad=True)
+    x[index].sum().backward()
+    assert x.grad.tolist() == [2, 1]
 
 
 def test_split_cat_and_stack():
@@ -296,6 +349,14 @@ def test_matmul_without_elements_has_gradients_without_elements():
     assert b.grad.shape == (0, 4)
 
 
+@pytest.mark.parametrize("bias", [(1,), (), (4, 3), (1, 4), (3,)])
+def test_linear_refuses_a_bias_that_would_broadcast(bias):
+    with pytest.raises(UsageError, match=r"\(4, 3\) and"):
+        F.linear(np.ones((4, 3)), np.ones((4, 3)), np.ones(bias))
+    with pytest.raises(UsageError, match="linear"):
+        F.linear(np.ones((4, 3)), np.ones(3))
+
+
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 4, 3), (0, 3)])
 def test_linear_is_fused_and_right(shape):
     x, W, b = numbers(*shape), numbers(5, 3, seed=1), numbers(5, seed=2)
@@ -325,6 +386,15 @@ def test_embedding_adds_the_gradients_of_rows_used_twice_and_checks_the_ids():
     gradcheck(lambda table: F.embedding(np.array([[0, 3], [3, 3]]), table), table)
     with pytest.raises(UsageError, match=r"index 4 at position 1, 0 .* 4 rows"):
         F.embedding(np.array([[0, 3], [4, 9]]), table)
+
+
+def test_an_empty_list_of_ids_is_one_of_integers():
+    w = Tensor(np.ones((4, 2)), requires_grad=True)
+    y = F.embedding([], w)
+    y.sum().backward()
+    assert y.shape == F.one_hot([], 2).shape == (0, 2)
+    assert w.grad.tolist() == [[0, 0]] * 4
+    assert F.cross_entropy(np.ones((0, 3)), [], reduction="sum").item() == 0
 
 
 # ---- Losses ----
@@ -365,6 +435,22 @@ def test_an_ignored_row_counts_nothing():
     assert (x.grad.data[1] == 0).all()
     two = F.cross_entropy(x.data[[0, 2]], [1, 2])
     assert F.cross_entropy(x, [1, -100, 2]).item() == pytest.approx(two.item())
+
+
+def test_the_mean_over_70_000_rows_of_float16_is_finite():
+    """Neither the sum of the losses nor their number is a float16."""
+    x, rows = np.zeros((70_000, 2), "float16"), np.arange(70_000)
+    for labels in (rows % 2, np.where(rows, -100, 0)):
+        logits = Tensor(x, requires_grad=True)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()
+        kept = (labels >= 0).sum()
+        assert loss.item() == pytest.approx(np.log(2), rel=1e-3)
+        assert logits.grad.data[0, 0] == pytest.approx(-0.5 / kept, rel=1e-2)
+    assert F.mse_loss(x + 2, x).item() == 4
+    assert F.binary_cross_entropy_with_logits(x, x).item() == pytest.approx(
+        np.log(2), rel=1e-3
+    )
 
 
 def test_cross_entropy_stays_finite_where_softmax_then_log_would_not():
@@ -427,12 +513,18 @@ def test_dropout_draws_from_the_seeded_host_generator():
     assert F.dropout(np.ones(20)).tolist() == first != second
 
 
+def test_dropout_of_integers_keeps_the_fraction_of_its_scale():
+    assert set(F.dropout(np.ones(100, int), 0.25).tolist()) == {0.0, 1 / 0.75}
+
+
 def test_dropout_at_its_ends():
     assert F.dropout([1.0, 2.0], p=0).tolist() == [1, 2]
     assert F.dropout([1.0, 2.0], p=1).tolist() == [0, 0]
     assert F.dropout([1.0, 2.0], p=0.9, training=False).tolist() == [1, 2]
     with pytest.raises(UsageError, match="probability"):
         F.dropout([1.0], p=1.5)
+    with pytest.raises(UsageError, match="probability"):
+        F.dropout([1.0], p="half")
 
 
 # ---- What all ops promise ----
