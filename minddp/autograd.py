@@ -523,8 +523,14 @@ class Tensor:
     def __le__(self, b: Any) -> Tensor:   return Tensor(self.data <= _like(b, self))
     def __gt__(self, b: Any) -> Tensor:   return Tensor(self.data > _like(b, self))
     def __ge__(self, b: Any) -> Tensor:   return Tensor(self.data >= _like(b, self))
-    def __eq__(self, b: object) -> Any:   return Tensor(self.data == _like(b, self))
-    def __ne__(self, b: object) -> Any:   return Tensor(self.data != _like(b, self))
+    def __eq__(self, b: object) -> Any:   return self._same(b, lambda x, y: x == y)
+    def __ne__(self, b: object) -> Any:   return self._same(b, lambda x, y: x != y)
+    def _same(self, b: object, compare: Callable[[Array, Array], Array]) -> Any:
+        """Elementwise with numbers; `tensor == None` is simply False, as in PyTorch."""
+        if b is None or isinstance(b, str):
+            return NotImplemented
+        return Tensor(compare(self.data, _like(b, self)))
+
     __hash__ = object.__hash__  # == compares elements, so dicts go by identity
 
     def exp(self) -> Tensor:                   return apply(ops.Exp(), self)

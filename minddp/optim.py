@@ -199,9 +199,8 @@ def _listed(params: Iterable[Any]) -> list[Any]:
 def _check_settings(group: Group) -> None:
     for name in ("lr", "momentum", "dampening", "weight_decay", "eps"):
         value = group.get(name, 0)
-        if not (
-            isinstance(value, Real) and float(value) >= 0
-        ):  # so that NaN fails, too
+        # "not >=" and not "<", so that NaN fails, too
+        if not isinstance(value, Real) or not float(value) >= 0:
             raise UsageError(f"optimizer: {name} must be 0 or more, not {value!r}")
     betas = group.get("betas", (0, 0))
     if not (isinstance(betas, tuple | list) and len(betas) == 2) or not all(

@@ -31,8 +31,8 @@ times a second; here an end is seen at once.
 
 Left out: Ctrl-Z (it stops us only; the ranks run on until their pipes are full),
 standard input (n readers of one terminal would take each other's lines), programs that
-make themselves daemons (with a session of their own they are out of reach), and machines
-with more than 500 ranks (`select` ends at descriptor 1,023).
+make themselves daemons (with a session of their own they are out of reach), and
+machines with more than 500 ranks (`select` ends at descriptor 1,023).
 """
 
 import ctypes

@@ -691,6 +691,7 @@ MATRIX = Tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
         lambda: MATRIX.split(1, dim=2),
         lambda: Tensor(1.0).split(1),
         lambda: MATRIX.size(2),
+        lambda: MATRIX.size("rows"),
         lambda: MATRIX.argmax(2),
         lambda: MATRIX.sum(2),
         lambda: MATRIX.to("junk"),
@@ -772,3 +773,11 @@ def test_each_thread_has_a_random_stream_of_its_own():
     thread.join()
     assert [first, generator().random()] == straight
     assert other == [np.random.default_rng(1).random()]
+
+
+def test_a_tensor_is_compared_with_numbers_and_is_simply_unequal_to_none():
+    x = Tensor([1.0, 2.0])
+    assert (x == 1.0).tolist() == [True, False]
+    assert (x != x).tolist() == [False, False]
+    assert (x == None) is False and (x != None) is True  # noqa: E711
+    assert (x == "cpu") is False
