@@ -242,27 +242,6 @@ def _moved(t: Tensor, goal: Any) -> Array:
 # ---- Containers ----
 
 
-class Sequential(Module):
-    """Modules, each called on the result of the one before."""
-
-    def __init__(self, *modules: Module):
-        vars(self).update({str(i): module for i, module in enumerate(modules)})
-
-    def forward(self, x: Any) -> Any:
-        for module in self.children():
-            x = module(x)
-        return x
-
-    def __len__(self) -> int:
-        return len(list(self.children()))
-
-    def __getitem__(self, index: int) -> Module:
-        return list(self.children())[index]
-
-    def __iter__(self) -> Iterator[Module]:
-        return self.children()
-
-
 class ModuleList(Module):
     """A list whose modules are found."""
 
@@ -282,6 +261,18 @@ class ModuleList(Module):
 
     def __iter__(self) -> Iterator[Module]:
         return self.children()
+
+
+class Sequential(ModuleList):
+    """Modules, each called on the result of the one before."""
+
+    def __init__(self, *modules: Module):
+        super().__init__(modules)
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            x = module(x)
+        return x
 
 
 class ModuleDict(Module):
