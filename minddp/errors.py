@@ -46,6 +46,11 @@ class PeerError(MindDPError):
         self.culprit = culprit
 
 
+def same_error(error: PeerError) -> PeerError:
+    """The same error without the traceback of where it was raised before."""
+    return type(error)(str(error), error.culprit)
+
+
 class PeerLost(PeerError):
     """The culprit's connection closed or was reset: it crashed, was killed or left
     early."""

@@ -28,8 +28,8 @@ What can be reduced:
 
 In PyTorch: `c10d::ProcessGroup`; `torch.distributed.all_reduce` and its relatives.
 
-Left out: asynchronous calls, sub-groups and point-to-point messages; GPU arrays, which
-have to be copied to the host first.
+Left out: sub-groups and point-to-point messages; GPU arrays, which have to be copied to
+the host first.
 """
 
 import atexit
@@ -38,6 +38,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -45,10 +46,17 @@ import numpy as np
 
 from minddp import ring
 from minddp.environment import Job, from_environment
-from minddp.errors import PeerError, PeerLost, PeerMismatch, UsageError
+from minddp.errors import (
+    PeerError,
+    PeerLost,
+    PeerMismatch,
+    UsageError,
+    same_error,
+)
 from minddp.frame import DTYPES, HEADER_BYTES, REDUCTIONS, Header, Kind
 from minddp.net import LONGEST_SECONDS, Deadline, RingLinks
 from minddp.rendezvous import Rendezvous
+from minddp.work import Work, WorkQueue
 
 Array = np.ndarray[Any, Any]
 Algorithm = Callable[[ring.Links, Array, Header, Deadline], None]
@@ -86,7 +94,7 @@ def init_process_group(
 
 
 class ProcessGroup:
-    """This rank's membership in the group; one collective at a time."""
+    """This rank's membership in the group; one collective at a time (work.py)."""
 
     def __init__(
         self, job: Job, timeout: float = 60.0, rendezvous_timeout: float = 300.0
@@ -100,7 +108,9 @@ class ProcessGroup:
         self._failure: PeerError | None = None
         self._closed = ""  # why, once it is
         # Reentrant for the sake of signal handlers, which may call `close`.
-        self._lock, self._in_call = threading.RLock(), False
+        self._lock = threading.RLock()
+        self._performer: int | None = None  # the thread that is in a collective
+        self._queue = WorkQueue()
         self._links: RingLinks | None = None
         if self.world_size > 1:
             self._meet(job, deadline)
@@ -117,18 +127,27 @@ class ProcessGroup:
 
     # ---- Collectives ----
 
-    def all_reduce(self, array: Array, op: str = "sum", *, bucket: int = -1) -> None:
-        """`array` becomes the reduction of all ranks' arrays, the same bits on all
-        ranks.
+    def all_reduce(
+        self,
+        array: Array,
+        op: str = "sum",
+        async_op: bool = False,
+        *,
+        bucket: int = -1,
+    ) -> Work:
+        """`array` becomes the reduction of all ranks' arrays, the same bits on all.
 
         array: any shape and strides, writable. bucket: shown in errors.
         op: sum, avg, min, max or prod. PyTorch's name for it; inside it is `reduce`, as
         `op` is the collective there.
+        async_op: return at once; `array` must then be left alone until `wait` returns.
 
         Raises: UsageError; PeerError, after which the content of `array` is undefined.
         """
         check_reduction("all_reduce", array, op)
-        self._collective(ring.all_reduce, array, reduce=op, bucket=bucket)
+        return self._collective(
+            ring.all_reduce, array, reduce=op, bucket=bucket, async_op=async_op
+        )
 
     def reduce_scatter(self, array: Array, op: str = "sum") -> Array:
         """Chunk `rank` of the reduction, as a 1-D array.
@@ -140,10 +159,10 @@ class ProcessGroup:
         Raises: as all_reduce.
         """
         check_reduction("reduce_scatter", array, op)
-        flat = self._collective(ring.reduce_scatter, array, reduce=op)
-        return flat[ring.chunk(len(flat), self.world_size, self.rank)]
+        self._collective(ring.reduce_scatter, array, reduce=op)
+        return native_flat(array)[ring.chunk(array.size, self.world_size, self.rank)]
 
-    def all_gather(self, array: Array) -> None:
+    def all_gather(self, array: Array, async_op: bool = False) -> Work:
         """Every rank gives its chunk of the flattened `array` and gets all the others.
 
         Undoes `reduce_scatter`. To gather whole arrays, give the table a row for each
@@ -154,16 +173,17 @@ class ProcessGroup:
 
         Raises: as all_reduce.
         """
-        self._collective(ring.all_gather, array)
+        return self._collective(ring.all_gather, array, async_op=async_op)
 
-    def broadcast(self, array: Array, root: int = 0) -> None:
+    def broadcast(self, array: Array, root: int = 0, async_op: bool = False) -> Work:
         """`array` becomes the root's, bit for bit. Raises: as all_reduce."""
         root = whole("broadcast from root", root, 0, self.world_size - 1)
-        self._collective(ring.broadcast, array, root=root)
+        return self._collective(ring.broadcast, array, root=root, async_op=async_op)
 
-    def barrier(self) -> None:
+    def barrier(self, async_op: bool = False) -> Work:
         """Returns when all ranks have entered. Raises: PeerError."""
-        self._collective(ring.barrier, np.ones(1, np.uint8), reduce="sum")
+        one = np.ones(1, np.uint8)
+        return self._collective(ring.barrier, one, reduce="sum", async_op=async_op)
 
     def stats(self) -> dict[str, int]:
         """What this rank has sent and received since the group was made.
@@ -190,8 +210,13 @@ class ProcessGroup:
         reduce: str = "",
         root: int = 0,
         bucket: int = -1,
-    ) -> Array:
-        """Number the call, run it, bring the result home. Returns the flat result."""
+        async_op: bool = False,
+    ) -> Work:
+        """Number the call, and perform it here and now or in its turn.
+
+        Here, if it may be waited for and nothing else is under way: handing it to the
+        other thread and back would double the latency of a small array.
+        """
         op = algorithm.__name__
         check_array(op, array)
         flat = native_flat(array)
@@ -201,19 +226,31 @@ class ProcessGroup:
             self._sequence += 1
             what = op, reduce, flat.dtype.name, root, bucket, flat.size, flat.nbytes
             call = Header(Kind.DATA, self._sequence, *what)
-            if self._links:
-                self._in_call = True
-                try:
-                    self._enter(call)
-                    algorithm(self._links, flat, call, Deadline(self.timeout))
-                except BaseException as error:
-                    self._fail(error, f"in {call}")
-                finally:
-                    self._in_call = False
-                self._messages += count_messages(call, self.rank, self.world_size)
+            work = Work(call, partial(self._perform, algorithm, call, flat, array))
+            if async_op or not self._queue.idle:
+                self._queue.submit(work)
+            else:
+                work.run()
+        if not async_op:
+            work.wait()
+        return work
+
+    def _perform(
+        self, algorithm: Algorithm, call: Header, flat: Array, array: Array
+    ) -> None:
+        """Run a collective and bring its result home into the caller's array."""
+        if self._links:
+            self._performer = threading.get_ident()
+            try:
+                self._enter(call)
+                algorithm(self._links, flat, call, Deadline(self.timeout))
+            except BaseException as error:
+                self._fail(error, f"in {call}")
+            finally:
+                self._performer = None
+            self._messages += count_messages(call, self.rank, self.world_size)
         if not np.may_share_memory(flat, array):
             array[...] = flat.reshape(array.shape)
-        return flat
 
     # ---- Failing and leaving ----
 
@@ -222,7 +259,7 @@ class ProcessGroup:
             raise UsageError(f"this process group of rank {self.rank} {self._closed}")
         if self._failure:
             raise same_error(self._failure)
-        if self._in_call:
+        if self._performer == threading.get_ident():
             raise UsageError(
                 f"rank {self.rank} is in a collective already. A signal handler can "
                 "close the group, but not call another one."
@@ -230,6 +267,8 @@ class ProcessGroup:
 
     def _enter(self, call: Header) -> None:
         """Tell the control plane where we are, and learn from it who has left."""
+        if self._failure:
+            raise self._failure
         control = self._control
         control.entered = call.sequence
         if self._alarm.error:
@@ -244,6 +283,8 @@ class ProcessGroup:
         An error of this rank's own (Ctrl-C, no memory) leaves half a collective on the
         wire. It is raised as it is, and the others are told that it was this rank.
         """
+        if self._failure and not self._closed:
+            raise self._failure
         if self._closed:  # by a signal handler, whose word this is
             raise UsageError(
                 f"this process group of rank {self.rank} {self._closed} while it was "
@@ -280,8 +321,7 @@ class ProcessGroup:
         """
         if self._closed:
             return
-        if self._in_call and self._lock.acquire(blocking=False):
-            self._lock.release()  # it is ours: this is a signal handler in a collective
+        if self._performer == threading.get_ident():  # in a signal handler
             self.abort(InterruptedError("it closed its group during a collective"))
             return
         self._close()
@@ -299,6 +339,8 @@ class ProcessGroup:
         with self._lock:
             if self._closed:
                 return
+            if self._performer != threading.get_ident():
+                self._queue.close()
             self._closed = why
             _open_groups.remove(self)
             if self._links:
@@ -333,16 +375,12 @@ def _leave_at_exit() -> None:
             group.abort(error)
 
 
-def same_error(error: PeerError) -> PeerError:
-    """The same error without the traceback of where it was raised before."""
-    return type(error)(str(error), error.culprit)
-
-
 def _forget_groups() -> None:
     """A forked child is no rank: were it to keep the links, nobody would see its parent
     die; were it to use them, it would speak in its parent's name."""
     for group in list(_open_groups):
         group._lock, group._closed = threading.RLock(), "belongs to the parent process"
+        group._queue = WorkQueue()
         if group._links:
             group._links.close()
             group._control.forget()

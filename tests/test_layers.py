@@ -11,7 +11,7 @@ GROUND = ["errors", "environment"]
 COMPUTE = ["device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"]
 COMMUNICATE = [
     *("frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "group"),
+    *("rendezvous", "ring", "work", "group"),
 ]
 MEET = ["ddp"]
 AROUND = [

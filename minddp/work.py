@@ -1,0 +1,114 @@
+"""Work: a collective that was asked for, and the thread that performs them in order.
+
+    main thread    submit #1    submit #2    ... computes ...    #1.wait()
+                       |            |                               ^
+    comm thread        '-> #1 ------+-----> #2 ------>              '-- it has ended
+
+Rule 1.  Collectives are performed in the order in which they were submitted, one at a
+         time. Ranks that submit in the same order therefore meet in the same order.
+Rule 2.  A Work holds the arrays that it reads and writes: the caller may forget them.
+Rule 3.  An error is kept and raised by `wait`. The group is dead then, so every Work
+         behind it ends with the same error.
+
+In PyTorch: `c10d::Work`, and the threads of ProcessGroupGloo, which has two: the order
+there is that of the sequence numbers.
+
+Left out: callbacks; `wait` with a timeout of its own (a collective has one already).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from minddp.errors import PeerError, same_error
+from minddp.frame import Header
+
+
+class Work:
+    """One collective; made by the process group, waited for by whoever wants it."""
+
+    def __init__(self, call: Header, perform: Callable[[], None]):
+        self.call = call
+        self._perform: Callable[[], None] | None = perform
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Perform it in this thread. Never raises; `wait` does."""
+        assert self._perform, f"{self.call} was performed before"
+        try:
+            self._perform()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._perform = None  # lets go of the arrays
+            self._ended.set()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not. Does not wait."""
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        """The error with which it ended; None while it goes on, or if it did well."""
+        return self._error
+
+    def wait(self) -> None:
+        """Return when the result is in the caller's array.
+
+        Raises: the error with which it ended.
+        """
+        self._ended.wait()
+        error = self._error
+        if isinstance(error, PeerError):
+            raise same_error(error) from error.__cause__
+        if error is not None:
+            raise error
+
+    def __repr__(self) -> str:
+        state = "ended" if self.is_completed() else "under way"
+        return f"<Work {self.call}, {'failed' if self._error else state}>"
+
+
+class WorkQueue:
+    """Performs what is submitted, in order, in a thread that starts with the first."""
+
+    def __init__(self) -> None:
+        self._pending: deque[Work] = deque()  # the first of them is being performed
+        self._changed = threading.Condition()
+        self._ending = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was submitted has ended."""
+        return not self._pending
+
+    def submit(self, work: Work) -> None:
+        with self._changed:
+            self._pending.append(work)
+            self._changed.notify_all()
+            if self._thread is None:
+                name = "minddp-comm"
+                self._thread = threading.Thread(target=self._run, name=name)
+                self._thread.daemon = True
+                self._thread.start()
+
+    def close(self) -> None:
+        """Perform what is pending, then end the thread."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while work := self._next():
+            work.run()
+            with self._changed:
+                self._pending.popleft()
+
+    def _next(self) -> Work | None:
+        """The work to perform next; None once there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._ending)
+            return self._pending[0] if self._pending else None
