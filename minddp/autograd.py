@@ -67,6 +67,7 @@ class _State(threading.local):
 
     recording = True  # False inside no_grad and during backward
     depth = 0  # backward calls that are running: a hook may start another
+    number = 0  # of the outermost backward: 1, 2, 3, ...
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
@@ -172,6 +173,7 @@ def backward(root: Tensor, gy: Array, retain_graph: bool) -> None:
     """
     recording, _state.recording = _state.recording, False
     _state.depth += 1
+    _state.number += _state.depth == 1
     try:
         _replay(root, gy, retain_graph)
         if _state.depth == 1:
@@ -182,6 +184,27 @@ def backward(root: Tensor, gy: Array, retain_graph: bool) -> None:
         _state.recording = recording
         if _state.depth == 0:
             _state.callbacks.clear()
+
+
+def backward_number() -> int:
+    """Which outermost backward of this thread is running, or was the last: 1, 2, ..."""
+    return _state.number
+
+
+def is_recording() -> bool:
+    """Whether ops are recorded: not inside `no_grad`."""
+    return _state.recording
+
+
+def leaves_behind(*roots: Tensor) -> dict[Tensor, int]:
+    """The leaves that backward from these tensors would reach, with their uses."""
+    leaves: dict[Tensor, int] = {}
+    for root in roots:
+        if root._node is not None:
+            leaves |= _reachable(root._node)[1]
+        elif root._requires_grad:
+            leaves[root] = 1
+    return leaves
 
 
 def queue_callback(callback: Callable[[], None]) -> None:

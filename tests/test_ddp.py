@@ -1,12 +1,14 @@
 """DDP on n ranks against one process on the whole batch, after every single step."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from minddp import functional as F
 from minddp import manual_seed, nn, optim
 from minddp.autograd import Tensor
-from minddp.ddp import NaiveDistributedDataParallel as DDP
+from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from minddp.errors import MindDPError, PeerMismatch
 from minddp.frame import HEADER_BYTES
 from minddp.testing import run_groups
@@ -14,6 +16,19 @@ from minddp.testing import run_groups
 STEPS = 20
 BATCH = 12  # divisible by 1, 2, 3 and 4
 DTYPE = "float64"
+
+
+KINDS = {
+    "naive": NaiveDistributedDataParallel,
+    "bucketed": DistributedDataParallel,
+    # Buckets of one parameter, of two, and so on: 8 x 6 + 8 + 3 x 8 + 3 numbers in all.
+    "tiny buckets": partial(DistributedDataParallel, bucket_cap_mb=200 / 2**20),
+}
+
+
+@pytest.fixture(params=KINDS)
+def DDP(request):
+    return KINDS[request.param]
 
 
 def model(seed=0, dtype=DTYPE):
@@ -44,7 +59,7 @@ def train(m, share=slice(None), make=lambda m: optim.SGD(m.parameters(), 0.2, 0.
     return history
 
 
-def trained_by(n, **settings):
+def trained_by(DDP, n, **settings):
     """The history of every rank; rank r takes the examples r, r + n, ... of a batch."""
 
     def body(pg):
@@ -62,17 +77,17 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_n_ranks_equal_one_process_after_every_step(n, name):
+def test_n_ranks_equal_one_process_after_every_step(DDP, n, name):
     expected = train(model(), make=OPTIMIZERS[name])
-    for history in trained_by(n, make=OPTIMIZERS[name]):
+    for history in trained_by(DDP, n, make=OPTIMIZERS[name]):
         for step, (ours, theirs) in enumerate(zip(history, expected, strict=True)):
             for p, q in zip(ours, theirs, strict=True):
                 np.testing.assert_allclose(p, q, rtol=0, atol=1e-12, err_msg=f"{step}")
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_replicas_have_the_same_bits_after_every_step(n):
-    first, *others = trained_by(n)
+def test_replicas_have_the_same_bits_after_every_step(DDP, n):
+    first, *others = trained_by(DDP, n)
     assert all(
         p.tobytes() == q.tobytes()
         for other in others
@@ -82,7 +97,7 @@ def test_replicas_have_the_same_bits_after_every_step(n):
     assert first[0][0].tobytes() != first[1][0].tobytes(), "it does train"
 
 
-def test_two_ranks_have_the_bits_of_one_process_that_adds_up_two_shares():
+def test_two_ranks_have_the_bits_of_one_process_that_adds_up_two_shares(DDP):
     alone = model()
     optimizer, expected = optim.SGD(alone.parameters(), 0.2, 0.9), []
     for x, y in batches():
@@ -93,12 +108,12 @@ def test_two_ranks_have_the_bits_of_one_process_that_adds_up_two_shares():
             p.grad.data /= 2
         optimizer.step()
         expected.append(snapshot(alone))
-    for history in trained_by(2):
+    for history in trained_by(DDP, 2):
         for ours, theirs in zip(history, expected, strict=True):
             assert [p.tobytes() for p in ours] == [q.tobytes() for q in theirs]
 
 
-def test_gradients_are_the_average_when_backward_returns():
+def test_gradients_are_the_average_when_backward_returns(DDP):
     def body(pg):
         m = nn.Linear(2, 1, bias=False, dtype=DTYPE)
         ddp = DDP(m, pg)
@@ -108,7 +123,7 @@ def test_gradients_are_the_average_when_backward_returns():
     assert run_groups(3, body) == [[[2.0, 20.0]]] * 3
 
 
-def test_parameters_and_buffers_start_as_those_of_rank_0():
+def test_parameters_and_buffers_start_as_those_of_rank_0(DDP):
     class WithBuffer(nn.Module):
         def __init__(self, rank):
             self.linear = nn.Linear(3, 3)
@@ -127,7 +142,7 @@ def test_parameters_and_buffers_start_as_those_of_rank_0():
     assert np.frombuffer(first[-1]).tolist() == [0.0] * 4
 
 
-def test_an_optimizer_built_before_wrapping_trains_the_same_parameters():
+def test_an_optimizer_built_before_wrapping_trains_the_same_parameters(DDP):
     def body(pg):
         m = model(seed=pg.rank)
         optimizer = optim.SGD(m.parameters(), lr=0.2, momentum=0.9)
@@ -139,7 +154,7 @@ def test_an_optimizer_built_before_wrapping_trains_the_same_parameters():
             np.testing.assert_allclose(p, q, rtol=0, atol=1e-12)
 
 
-def test_a_tied_weight_is_reduced_once_and_frozen_ones_never():
+def test_a_tied_weight_is_reduced_once_and_frozen_ones_never(DDP):
     class Tied(nn.Module):
         def __init__(self):
             self.a = nn.Linear(3, 3, bias=False, dtype=DTYPE)
@@ -152,6 +167,7 @@ def test_a_tied_weight_is_reduced_once_and_frozen_ones_never():
 
     def body(pg):
         ddp = DDP(Tied(), pg)
+        ddp(np.ones((1, 3))).sum().backward()  # after the first, buckets are rebuilt
         before = pg.stats()
         ddp(np.ones((1, 3)) * (pg.rank + 1)).sum().backward()
         after = pg.stats()
@@ -162,11 +178,11 @@ def test_a_tied_weight_is_reduced_once_and_frozen_ones_never():
         assert used["bytes_sent"] == 9 * 8 + HEADER_BYTES
 
 
-def test_a_parameter_that_one_rank_does_not_use_gets_half_of_the_others_gradient():
+def test_naive_ddp_takes_zeros_for_a_parameter_that_a_rank_does_not_use():
     def body(pg):
         a, b = (nn.Linear(1, 1, bias=False, dtype=DTYPE) for _ in range(2))
         both = nn.ModuleList([a, b])
-        ddp = DDP(both, pg)  # kept: its hooks end with it
+        ddp = NaiveDistributedDataParallel(both, pg)  # kept: its hooks end with it
         x = np.array([[4.0]])
         (a(x) + b(x) if pg.rank == 0 else a(x)).sum().backward()
         assert ddp.module is both
@@ -175,7 +191,7 @@ def test_a_parameter_that_one_rank_does_not_use_gets_half_of_the_others_gradient
     assert run_groups(2, body) == [(4.0, 2.0)] * 2
 
 
-def test_accumulated_gradients_stay_averages():
+def test_accumulated_gradients_stay_averages(DDP):
     def body(pg):
         m = nn.Linear(1, 1, bias=False, dtype=DTYPE)
         ddp = DDP(m, pg)
@@ -186,18 +202,20 @@ def test_accumulated_gradients_stay_averages():
     assert run_groups(2, body) == [1.0] * 2  # (0 + 1) / 2, twice
 
 
-def test_two_forwards_before_one_backward_are_averaged_once():
+def test_two_forwards_before_one_backward_are_averaged_once(DDP):
     def body(pg):
         m = nn.Linear(1, 1, bias=False, dtype=DTYPE)
         ddp = DDP(m, pg)
+        ddp(np.array([[0.0]])).sum().backward()  # after the first, buckets are rebuilt
         calls = pg.stats()["collectives"]
+        m.zero_grad()
         (ddp(np.array([[1.0]])) + ddp(np.array([[float(pg.rank)]]))).sum().backward()
         return m.weight.grad.item(), pg.stats()["collectives"] - calls
 
     assert run_groups(2, body) == [(1.5, 1)] * 2
 
 
-def test_evaluation_does_not_communicate():
+def test_evaluation_does_not_communicate(DDP):
     def body(pg):
         ddp = DDP(model(), pg)
         calls = pg.stats()["collectives"]
@@ -209,9 +227,9 @@ def test_evaluation_does_not_communicate():
     assert run_groups(2, body) == [0, 0]
 
 
-def test_models_of_different_shape_are_refused_on_all_ranks():
+def test_naive_ddp_notices_a_parameter_of_another_shape():
     def body(pg):
-        DDP(nn.Linear(4, 3 + pg.rank), pg)
+        NaiveDistributedDataParallel(nn.Linear(4, 3 + pg.rank), pg)
 
     with pytest.raises(PeerMismatch) as caught:
         run_groups(2, body)
@@ -220,7 +238,7 @@ def test_models_of_different_shape_are_refused_on_all_ranks():
         assert "of 16 float32" in str(error)
 
 
-def test_a_failure_in_one_ranks_forward_reaches_the_others_in_backward():
+def test_a_failure_in_one_ranks_forward_reaches_the_others_in_backward(DDP):
     def body(pg):
         ddp = DDP(model(), pg)
         x, y = next(batches())
@@ -235,7 +253,7 @@ def test_a_failure_in_one_ranks_forward_reaches_the_others_in_backward():
     assert errors[0].culprit == errors[2].culprit == 1
 
 
-def test_a_state_dict_carries_pytorchs_prefix():
+def test_a_state_dict_carries_pytorchs_prefix(DDP):
     def body(pg):
         return list(DDP(model(), pg).state_dict())
 
@@ -243,7 +261,7 @@ def test_a_state_dict_carries_pytorchs_prefix():
     assert run_groups(2, body) == [keys] * 2
 
 
-def test_the_wrapped_model_takes_tensors_and_keywords():
+def test_the_wrapped_model_takes_tensors_and_keywords(DDP):
     class Scale(nn.Module):
         def __init__(self):
             self.weight = nn.Parameter(np.ones(2))
@@ -257,7 +275,7 @@ def test_the_wrapped_model_takes_tensors_and_keywords():
     assert run_groups(2, body) == [[3.0, 3.0]] * 2
 
 
-def test_after_an_error_in_one_backward_the_next_one_averages_again():
+def test_after_an_error_in_one_backward_the_next_one_averages_again(DDP):
     """An exception drops what was queued; it must not be taken for queued still."""
 
     def body(pg):
@@ -278,11 +296,12 @@ def test_after_an_error_in_one_backward_the_next_one_averages_again():
     assert run_groups(2, body) == [[[1.5, 1.5]]] * 2
 
 
-def test_a_model_can_be_wrapped_again_and_be_trained_alone_afterwards():
+def test_a_model_can_be_wrapped_again_and_be_trained_alone_afterwards(DDP):
     def body(pg):
         m = nn.Linear(1, 1, bias=False, dtype=DTYPE)
         for _ in range(2):
             ddp = DDP(m, pg)
+            ddp(np.array([[1.0]])).sum().backward()
             before = pg.stats()["collectives"]
             m.zero_grad()
             ddp(np.array([[float(pg.rank)]])).sum().backward()

@@ -13,7 +13,7 @@ COMMUNICATE = [
     *("frame", "handshake", "net", "lobby", "verdict", "control"),
     *("rendezvous", "ring", "work", "group"),
 ]
-MEET = ["ddp"]
+MEET = ["replicas", "buckets", "ddp"]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "testing", "bench"),
     *("__init__", "__main__"),

@@ -20,7 +20,7 @@ START, END = "<!-- sizes -->", "<!-- end of sizes -->"
 PARTS = {
     "What teaches DDP": [
         *("frame", "handshake", "net", "lobby", "verdict", "control"),
-        *("rendezvous", "ring", "work", "group", "ddp"),
+        *("rendezvous", "ring", "work", "group", "replicas", "buckets", "ddp"),
     ],
     "The engine": [
         *("device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"),

@@ -1,0 +1,495 @@
+"""The bucketed DDP: when gradients travel, in which portions, and what is refused."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from minddp import functional as F
+from minddp import manual_seed, nn
+from minddp.autograd import Tensor
+from minddp.buckets import MIB, Bucket, Size, plan
+from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
+from minddp.errors import MindDPError, PeerLost, UsageError
+from minddp.testing import run_groups
+
+DTYPE = "float64"
+TinyBuckets = partial(DistributedDataParallel, bucket_cap_mb=1 / MIB)
+
+
+def linear(inputs=1, outputs=1):
+    return nn.Linear(inputs, outputs, bias=False, dtype=DTYPE)
+
+
+def mlp(seed=0):
+    manual_seed(seed)
+    layers = [nn.Linear(4, 4, dtype=DTYPE) for _ in range(3)]
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+
+
+def collectives(pg):
+    return pg.stats()["collectives"]
+
+
+class Branches(nn.Module):
+    """Two branches, of which a forward uses those that it is told to."""
+
+    def __init__(self):
+        self.a, self.b = linear(), linear()
+        for branch in (self.a, self.b):
+            branch.weight.data[...] = 1.0
+
+    def forward(self, x, use="ab"):
+        y = Tensor(np.zeros((1, 1)))
+        for name in use:
+            y = y + getattr(self, name)(x)
+        return y
+
+
+ONE = np.array([[1.0]])
+
+
+# ---- The plan ----
+
+
+def test_buckets_fill_up_to_their_cap_and_may_overshoot():
+    sizes = [Size(nbytes, "float32") for nbytes in (4, 4, 2, 9)]
+    assert plan(sizes, [0, 1, 2, 3], first_bytes=3, cap_bytes=6) == [[0], [1, 2], [3]]
+    assert plan(sizes, [3, 2, 1, 0], first_bytes=3, cap_bytes=6) == [[3], [2, 1], [0]]
+    assert plan(sizes, [0, 1, 2, 3], 10**9, 10**9) == [[0, 1, 2, 3]]
+    assert plan([], [], 1, 1) == []
+
+
+def test_each_dtype_has_buckets_of_its_own():
+    sizes = [Size(4, "float32"), Size(8, "float64")] * 3
+    assert plan(sizes, range(6), 8, 8) == [[1], [0, 2], [3], [5], [4]]
+
+
+def test_all_parameters_are_in_one_bucket_each_exactly_once():
+    draw = np.random.default_rng(0)
+    for _ in range(100):
+        dtypes = draw.choice(["float32", "float64"], 20)
+        sizes = [Size(int(draw.integers(0, 50)), dtype) for dtype in dtypes]
+        order = draw.permutation(20).tolist()
+        buckets = plan(sizes, order, 20, 60)
+        assert sorted(i for bucket in buckets for i in bucket) == list(range(20))
+        for bucket in buckets:
+            assert len({sizes[i].dtype for i in bucket}) == 1
+            assert [order.index(i) for i in bucket] == sorted(map(order.index, bucket))
+
+
+def test_a_gradient_in_a_bucket_is_a_view_of_its_flat_array():
+    p, q = (nn.Parameter(np.zeros(shape)) for shape in ((2, 3), (2,)))
+    bucket = Bucket(0, [p, q])
+    p.grad = Tensor(np.arange(6.0).reshape(2, 3))
+    bucket.take(0)
+    assert not bucket.full
+    bucket.take(1)  # q has no gradient: zeros
+    assert bucket.full
+    assert bucket.flat.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+    assert np.shares_memory(p.grad.data, bucket.flat)
+    assert q.grad is None
+
+
+def test_the_description_is_a_table_of_buckets():
+    def body(pg):
+        return TinyBuckets(mlp(), pg).describe().splitlines()
+
+    lines = run_groups(1, body)[0]
+    assert lines[0].split() == ["bucket", "bytes", "parameters"]
+    assert lines[1].split() == ["0", "32", "4.bias"]
+    assert lines[-1].split() == ["5", "128", "0.weight"]
+
+
+# ---- When they travel ----
+
+
+def test_the_first_bucket_leaves_while_backward_still_computes():
+    def body(pg):
+        m = mlp()
+        left = []
+        m[0].weight.register_post_accumulate_grad_hook(
+            lambda _: left.append([b.work is not None for b in ddp.buckets])
+        )
+        ddp = TinyBuckets(m, pg)  # its hook on that weight comes after ours
+        ddp(np.ones((2, 4))).sum().backward()
+        return left
+
+    # 4.bias, 4.weight, 2.bias, 2.weight are on their way; 0.bias comes after 0.weight
+    # or before it, as the op hands them back.
+    for left in run_groups(2, body):
+        assert left[0][:4] == [True] * 4
+        assert not left[0][5]
+
+
+def test_buckets_leave_in_the_order_of_their_index_whatever_the_order_of_gradients():
+    """Rank 1 gets its gradients in another order than rank 0."""
+
+    def body(pg):
+        m = Branches()
+        ddp = TinyBuckets(m, pg)
+        for _ in range(3):
+            m.zero_grad()
+            x = ONE * (pg.rank + 1)
+            ddp(x, use="ab" if pg.rank == 0 else "ba").sum().backward()
+        return m.a.weight.grad.item(), m.b.weight.grad.item()
+
+    assert run_groups(2, body) == [(1.5, 1.5)] * 2
+
+
+def test_buckets_are_rebuilt_once_in_the_order_in_which_rank_0_got_its_gradients():
+    def body(pg):
+        ddp = TinyBuckets(Branches(), pg)
+        order = [ddp.describe().split()[5::3]]
+        for _ in range(3):
+            ddp(ONE, use="ba" if pg.rank == 0 else "ab").sum().backward()
+            order.append(ddp.describe().split()[5::3])
+        return order
+
+    for order in run_groups(2, body):
+        assert order[0] == ["b.weight", "a.weight"], "the reverse of the definition"
+        assert order[1] == order[2] == order[3] == ["a.weight", "b.weight"]
+
+
+def test_gradients_are_views_into_the_buckets_before_and_after_the_rebuild():
+    def body(pg):
+        ddp = TinyBuckets(mlp(), pg)
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(np.ones((2, 4))).sum().backward()
+            for bucket in ddp.buckets:
+                for p in bucket.parameters:
+                    assert np.shares_memory(p.grad.data, bucket.flat)
+
+    run_groups(2, body)
+
+
+def test_many_small_parameters_cost_as_many_messages_as_there_are_buckets():
+    def body(pg):
+        m = nn.Sequential(*(nn.Linear(3, 3) for _ in range(100)))
+        ddp = DistributedDataParallel(m, pg)
+        ddp(np.ones((2, 3), np.float32)).sum().backward()
+        before = pg.stats()["messages"]
+        ddp(np.ones((2, 3), np.float32)).sum().backward()
+        return pg.stats()["messages"] - before, len(ddp.buckets)
+
+    assert run_groups(3, body) == [(4, 1)] * 3  # 2 (n-1), once
+
+
+def test_setting_gradients_to_zero_instead_of_none_is_as_good():
+    def body(pg):
+        m = mlp()
+        ddp = TinyBuckets(m, pg)
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=False)
+            ddp(np.full((2, 4), pg.rank + 1.0)).sum().backward()
+        return [p.grad.data.tolist() for p in m.parameters()]
+
+    def oracle(pg):
+        m = mlp()
+        NaiveDistributedDataParallel(m, pg)
+        ddp = NaiveDistributedDataParallel(m, pg)
+        ddp(np.full((2, 4), pg.rank + 1.0)).sum().backward()
+        return [p.grad.data.tolist() for p in m.parameters()]
+
+    assert run_groups(2, body) == run_groups(2, oracle)
+
+
+# ---- no_sync ----
+
+
+def accumulate(pg, style):
+    m = linear()
+    ddp = DistributedDataParallel(m, pg)
+    ddp(ONE).sum().backward()
+    m.zero_grad()
+    before = collectives(pg)
+    for step in range(4):
+        x = ONE * (10 * step + pg.rank)
+        if step == 3 or style == "none":
+            ddp(x).sum().backward()
+        elif style == "forward and backward":
+            with ddp.no_sync():
+                ddp(x).sum().backward()
+        elif style == "forward":
+            with ddp.no_sync():
+                loss = ddp(x).sum()
+            loss.backward()
+        elif style == "attribute":
+            ddp.require_backward_grad_sync = False
+            ddp(x).sum().backward()
+            ddp.require_backward_grad_sync = True
+        else:
+            loss = ddp(x).sum()
+            with ddp.no_sync():
+                loss.backward()
+    return m.weight.grad.item(), collectives(pg) - before
+
+
+@pytest.mark.parametrize(
+    ("style", "sent"),
+    [
+        ("forward and backward", 1),
+        ("forward", 1),
+        ("attribute", 1),
+        ("backward", 4),  # too late: forward has decided
+        ("none", 4),
+    ],
+)
+def test_no_sync_counts_where_forward_runs_and_the_sum_is_right_in_any_case(
+    style, sent
+):
+    total = sum(10 * step + 0.5 for step in range(4))
+    assert run_groups(2, lambda pg: accumulate(pg, style)) == [(total, sent)] * 2
+
+
+def test_no_sync_ends_with_its_block_even_if_that_raises():
+    def body(pg):
+        ddp = DistributedDataParallel(linear(), pg)
+        with pytest.raises(ValueError, match="stop"), ddp.no_sync():
+            raise ValueError("stop")
+        return ddp.require_backward_grad_sync
+
+    assert run_groups(1, body) == [True]
+
+
+# ---- Parameters that are not used ----
+
+
+def test_an_unused_parameter_is_named_with_the_remedy():
+    def body(pg):
+        ddp = DistributedDataParallel(Branches(), pg)
+        ddp(ONE, use="a").sum().backward()
+
+    with pytest.raises(UsageError) as caught:
+        run_groups(2, body)
+    for rank, error in enumerate(caught.value.of_ranks):
+        assert f"gradient for 'b.weight' (bucket 0) on rank {rank}" in str(error)
+        assert "find_unused_parameters=True" in str(error)
+
+
+def test_a_parameter_unused_on_one_rank_only_ends_the_others_with_its_name():
+    def body(pg):
+        ddp = DistributedDataParallel(Branches(), pg)
+        ddp(ONE, use="a" if pg.rank == 1 else "ab").sum().backward()
+
+    with pytest.raises(MindDPError) as caught:
+        run_groups(3, body)
+    errors = caught.value.of_ranks
+    assert isinstance(errors[1], UsageError)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerLost)
+        assert errors[rank].culprit == 1
+        assert "'b.weight'" in str(errors[rank])
+
+
+@pytest.mark.parametrize("make", [DistributedDataParallel, TinyBuckets])
+def test_unused_parameters_are_found_and_contribute_zeros(make):
+    def body(pg):
+        m = Branches()
+        ddp = make(m, pg, find_unused_parameters=True)
+        seen = []
+        for use_on_rank_1 in ("ab", "a", "b", "ab"):
+            m.zero_grad()
+            use = use_on_rank_1 if pg.rank == 1 else "ab"
+            ddp(ONE * 4, use=use).sum().backward()
+            seen.append((m.a.weight.grad.item(), m.b.weight.grad.item()))
+        return seen
+
+    expected = [(4.0, 4.0), (4.0, 2.0), (2.0, 4.0), (4.0, 4.0)]
+    assert run_groups(2, body) == [expected] * 2
+
+
+def test_a_parameter_that_no_rank_uses_keeps_its_gradient_untouched():
+    def body(pg):
+        m = Branches()
+        ddp = DistributedDataParallel(m, pg, find_unused_parameters=True)
+        ddp(ONE, use="a").sum().backward()
+        return m.a.weight.grad.item(), m.b.weight.grad
+
+    assert run_groups(2, body) == [(1.0, None)] * 2
+
+
+def test_two_forwards_that_use_different_branches_need_no_search():
+    def body(pg):
+        m = Branches()
+        ddp = DistributedDataParallel(m, pg, find_unused_parameters=True)
+        x = ONE * (pg.rank + 1)
+        (ddp(x, use="a") + ddp(x, use="b")).sum().backward()
+        return m.a.weight.grad.item(), m.b.weight.grad.item()
+
+    assert run_groups(2, body) == [(1.5, 1.5)] * 2
+
+
+# ---- Construction ----
+
+
+def different(kind):
+    """A model of two layers, or one that differs from it in this respect."""
+    first, second = nn.Linear(2, 3), nn.Linear(3, 2)
+    if kind == "shape":
+        first = nn.Linear(2, 4)
+    if kind == "dtype":
+        second = nn.Linear(3, 2, dtype="float64")
+    if kind == "trained":
+        first.bias.requires_grad = False
+    if kind == "count":
+        return nn.Sequential(first, second, nn.Linear(2, 2))
+    if kind == "buffer":
+        first.register_buffer("mean", np.zeros(3))
+    if kind == "name":
+        return nn.ModuleDict({"one": first, "two": second})
+    return nn.Sequential(first, second)
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_rank_0", "on_rank_1"),
+    [
+        ("shape", "'0.weight' (3, 2) float32", "'0.weight' (4, 2) float32"),
+        ("dtype", "'1.weight' (2, 3) float32", "'1.weight' (2, 3) float64"),
+        ("trained", "'0.bias' (3,) float32", "'0.bias' (3,) float32, fixed"),
+        ("count", "nothing more", "'2.weight' (2, 2) float32"),
+        ("buffer", "nothing more", "buffer '0.mean' (3,) float64, fixed"),
+        ("name", "'0.weight' (3, 2)", "'one.weight' (3, 2)"),
+    ],
+)
+def test_models_that_differ_are_refused_on_all_ranks_alike(kind, on_rank_0, on_rank_1):
+    def body(pg):
+        with pytest.raises(UsageError) as caught:
+            DistributedDataParallel(different(kind if pg.rank == 1 else ""), pg)
+        pg.barrier()  # the group lives on
+        return str(caught.value)
+
+    texts = run_groups(3, body)
+    assert len(set(texts)) == 1
+    assert f"rank 0 has {on_rank_0}" in texts[0].replace("parameter ", "")
+    assert f"but rank 1 has {on_rank_1}" in texts[0].replace("parameter ", "")
+
+
+def test_buffers_come_from_rank_0_even_if_they_are_not_broadcast_later():
+    class WithMean(nn.Module):
+        def __init__(self, rank):
+            self.layer = linear()
+            self.register_buffer("mean", np.full(3, float(rank)))
+
+        def forward(self, x):
+            self.mean.data += 1
+            return self.layer(x)
+
+    def body(pg, broadcast):
+        m = WithMean(pg.rank)
+        ddp = DistributedDataParallel(m, pg, broadcast_buffers=broadcast)
+        start = m.mean.tolist()
+        if pg.rank == 1:
+            m.mean.data += 5
+        ddp(ONE).sum().backward()
+        return start, m.mean.tolist()
+
+    zeros, ones = [0.0] * 3, [1.0] * 3
+    assert run_groups(2, partial(body, broadcast=True)) == [(zeros, ones)] * 2
+    apart = run_groups(2, partial(body, broadcast=False))
+    assert apart == [(zeros, ones), (zeros, [6.0] * 3)]
+
+
+def test_evaluation_on_one_rank_broadcasts_no_buffer():
+    def body(pg):
+        m = nn.Sequential(linear())
+        m.register_buffer("mean", np.zeros(3))
+        ddp = DistributedDataParallel(m, pg)
+        before = collectives(pg)
+        ddp.eval()
+        if pg.rank == 0:
+            ddp(ONE)
+        return collectives(pg) - before
+
+    assert run_groups(2, body) == [0, 0]
+
+
+def test_ddp_in_ddp_and_a_model_without_parameters_are_refused():
+    def body(pg):
+        inner = DistributedDataParallel(linear(), pg)
+        for module, says in (
+            (inner, "the module is in DDP already"),
+            (nn.Sequential(linear(), inner), "1 is in DDP already"),
+            (nn.ReLU(), "no parameter to train"),
+        ):
+            with pytest.raises(UsageError, match=says):
+                DistributedDataParallel(module, pg)
+
+    run_groups(1, body)
+
+
+def test_freezing_after_wrapping_is_refused_by_name():
+    def body(pg):
+        m = nn.Sequential(linear(), linear().requires_grad_(False))
+        ddp = DistributedDataParallel(m, pg)
+        ddp(ONE).sum().backward()
+        m[1].weight.requires_grad = True
+        with pytest.raises(UsageError, match=r"'1\.weight' is trained now"):
+            ddp(ONE)
+        m[1].weight.requires_grad = False
+        m[0].weight.requires_grad = False
+        with pytest.raises(UsageError, match=r"'0\.weight' is frozen now"):
+            ddp(ONE)
+
+    run_groups(1, body)
+
+
+# ---- Mixtures ----
+
+
+def test_two_backwards_after_one_forward_are_both_averaged():
+    def body(pg):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg)
+        y = ddp(ONE * pg.rank)
+        (y * 1.0).sum().backward(retain_graph=True)
+        (y * 2.0).sum().backward()
+        return m.weight.grad.item()
+
+    assert run_groups(2, body) == [1.5, 1.5]
+
+
+def test_two_dtypes_travel_in_buckets_of_their_own():
+    def body(pg):
+        m = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, dtype=DTYPE)])
+        m.forward = lambda x: m[0](x.astype("f4")).sum() * m[1](x).sum()
+        ddp = DistributedDataParallel(m, pg)
+        ddp(np.full((1, 2), pg.rank + 1.0)).backward()
+        kinds = [bucket.flat.dtype.name for bucket in ddp.buckets]
+        return kinds, [p.grad.data.tobytes() for p in m.parameters()]
+
+    first, second = run_groups(2, body)
+    assert sorted(first[0]) == ["float32", "float64"]
+    assert first == second
+
+
+def test_an_empty_batch_on_one_rank_contributes_zeros():
+    def body(pg):
+        table = nn.Embedding(4, 2, dtype=DTYPE)
+        ddp = DistributedDataParallel(table, pg)
+        rows = np.array([1, 3] if pg.rank == 0 else [], np.int64)
+        ddp(rows).sum().backward()
+        return table.weight.grad.tolist()
+
+    half = [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.5, 0.5]]
+    assert run_groups(2, body) == [half] * 2
+
+
+def test_summed_losses_need_no_average():
+    """With op avg, n ranks have 1/n of the gradient of a summed loss: scale it."""
+    x, y = np.arange(8.0).reshape(8, 1), np.zeros(8)
+
+    def body(pg):
+        m = linear()
+        m.weight.data[...] = 1.0
+        ddp = DistributedDataParallel(m, pg)
+        part = slice(pg.rank, None, 2)
+        out = ddp(x[part])
+        F.mse_loss(out, y[part].reshape(-1, 1), reduction="sum").backward()
+        return m.weight.grad.item() * pg.world_size
+
+    alone = linear()
+    alone.weight.data[...] = 1.0
+    F.mse_loss(alone(x), y.reshape(-1, 1), reduction="sum").backward()
+    assert run_groups(2, body) == [alone.weight.grad.item()] * 2
