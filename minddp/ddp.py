@@ -13,23 +13,25 @@ Rule 1.  Replicas start equal: rank 0's parameters and buffers are broadcast.
 Rule 2.  Replicas take equal steps: before `backward` returns, every gradient has been
          overwritten with its average over the ranks, which has the same bits on all.
          So the optimizers, which never communicate, do the same everywhere.
-Rule 3.  Order is the order of definition, on every rank. The k-th all-reduce of one
-         rank meets the k-th of the others, whatever the two are about.
+Rule 3.  Order is the same on every rank: that of definition, or the one that rank 0
+         has told. The k-th all-reduce of one rank meets the k-th of the others,
+         whatever the two are about.
 
 Worked example, n = 2: gradients 0.2 on rank 0 and 0.6 on rank 1 are 0.4 on both
 afterwards. With lr = 0.1 both go down by 0.04.
 
-What follows is DDP as everybody first writes it: one all-reduce for each parameter,
-once backward has ended. It is right, and it is slow in two ways which a profile shows
-at once: a small parameter costs as many messages as a big one, and the network rests
-while backward computes. It stays in this file as the oracle for any faster version.
+First comes DDP as everybody writes it first: one all-reduce for each parameter, once
+backward has ended. It is right, and it is slow in two ways which a profile shows at
+once: a small parameter costs as many messages as a big one, and the network rests while
+backward computes. It stays as the oracle of the second version, in which gradients
+travel in buckets while backward still computes.
 
-In PyTorch: `torch.nn.parallel.DistributedDataParallel`, without its Reducer.
+In PyTorch: `torch.nn.parallel.DistributedDataParallel` and its Reducer.
 
-Left out: buckets; communication during backward; ranks with different numbers of
-batches; a comparison of the models (a parameter of another shape is a PeerMismatch from
-broadcast); parameters that no rank uses (they get a gradient of zeros, so weight decay
-still moves them).
+Left out: ranks with different numbers of batches (`join`), communication hooks, and from
+the naive version a comparison of the models (a parameter of another shape is a
+PeerMismatch from broadcast) and parameters that no rank uses (their gradient is zeros, so
+weight decay still moves them).
 """
 
 import weakref

@@ -1,0 +1,54 @@
+"""DDP rebuilds its buckets once, in the order in which the gradients really came.
+
+    minddp run -n 2 examples/10_rebuild.py
+
+The first plan assumes that backward meets parameters in the reverse of definition.
+Within a layer it does not: a linear op hands back the weight before the bias. It
+prints:
+
+    [rank 0] bucket        bytes  parameters
+    [rank 0]      0        5,672  2.bias, 2.weight, 0.bias
+    [rank 0]      1       32,768  0.weight
+    [rank 0] after the first backward, in the order in which gradients came
+    [rank 0] bucket        bytes  parameters
+    [rank 0]      0       37,928  2.weight, 2.bias, 0.weight
+    [rank 0]      1          512  0.bias
+    [rank 0] loss 0.2 after 48 steps
+"""
+
+import minddp
+from minddp import functional as F
+from minddp import nn, optim
+from minddp.data import DataLoader, DistributedSampler, load_digits
+from minddp.ddp import DistributedDataParallel as DDP
+
+EPOCHS = 2
+BATCH = 60  # of all ranks together
+
+pg = minddp.init_process_group()
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+model = DDP(model, pg, bucket_cap_mb=0.005)
+if pg.rank == 0:
+    print(model.describe())
+optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+dataset = load_digits("train")
+sampler = DistributedSampler(dataset, pg.world_size, pg.rank)
+loader = DataLoader(dataset, batch_size=BATCH // pg.world_size, sampler=sampler)
+
+
+steps = 0
+for epoch in range(EPOCHS):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if steps == 0 and pg.rank == 0:
+            print("after the first backward, in the order in which gradients came")
+            print(model.describe())
+        steps += 1
+
+if pg.rank == 0:
+    print(f"loss {loss.item():.1f} after {steps} steps")
+pg.close()
