@@ -30,6 +30,7 @@ from minddp.errors import (
     PeerLost,
     PeerMismatch,
     PeerTimeout,
+    ReplicaError,
     UsageError,
 )
 from minddp.group import ProcessGroup, init_process_group
@@ -44,6 +45,7 @@ __all__ = [
     "PeerMismatch",
     "PeerTimeout",
     "ProcessGroup",
+    "ReplicaError",
     "Tensor",
     "UsageError",
     "data",

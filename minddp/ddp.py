@@ -28,10 +28,10 @@ travel in buckets while backward still computes.
 
 In PyTorch: `torch.nn.parallel.DistributedDataParallel` and its Reducer.
 
-Left out: ranks with different numbers of batches (`join`), communication hooks, and from
-the naive version a comparison of the models (a parameter of another shape is a
-PeerMismatch from broadcast) and parameters that no rank uses (their gradient is zeros, so
-weight decay still moves them).
+Left out: ranks with different numbers of batches (`join`), communication hooks. The
+naive version does not compare the models (a parameter of another shape is a
+PeerMismatch from broadcast), and gives a parameter that no rank uses a gradient of
+zeros, so that weight decay still moves it.
 """
 
 import weakref
@@ -59,7 +59,7 @@ from minddp.buckets import (
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup
 from minddp.nn import Module, Parameter
-from minddp.replicas import compare_models
+from minddp.replicas import check_sync, compare_models
 
 
 class NaiveDistributedDataParallel(Module):
@@ -124,22 +124,27 @@ def gradient_of(p: Parameter) -> Any:
 class DistributedDataParallel(Module):
     """Wraps `module`; sends gradients in buckets while backward still computes.
 
-        backward:    ... Linear 2 ...    ... Linear 1 ...    ... Linear 0 ...   | wait
-        hooks:             2.bias 2.weight     1.bias 1.weight     0.bias 0.weight
-        comm thread:                     [ bucket 0 ---------> ][ bucket 1 ---> ]
+        backward     ... layer 2 ...    ... layer 1 ...    ... layer 0 ...   | wait
+        hooks             2.weight           1.weight           0.weight
+        comm thread             [ bucket 0 ------> ][ bucket 1 -------> ]
 
-    module: the same on all ranks: names, shapes, dtypes and what is trained are
-    compared. bucket_cap_mb: MiB at which a bucket closes; the first one closes at 1
-    MiB, or at this if it is less. find_unused_parameters: the loss need not depend on
-    all parameters. The graph is walked from the outputs of `forward` in every step, and
-    one more all-reduce finds out which parameters no rank has used; their gradients are
-    left as they were. broadcast_buffers: rank 0's buffers go to all before each forward
-    in training.
+    module: the same on all ranks; names, shapes, dtypes, what is trained are compared.
+
+    bucket_cap_mb: MiB at which a bucket closes; the first one closes at 1 MiB already.
+
+    find_unused_parameters: the loss need not depend on all parameters. The graph is
+    walked from the outputs of `forward` in every step, and one more all-reduce finds
+    out which parameters no rank has used; their gradients are left as they were.
+
+    broadcast_buffers: rank 0's buffers go to all before each forward in training.
+
+    check_sync_every: how many backwards until the parameters of all ranks are compared
+    (`check_sync`); 0 for never.
 
     Each gradient that `backward` leaves is a view into a bucket, averaged over the
     ranks. What counts for `no_sync` is whether *forward* ran inside it.
 
-    Raises: UsageError from construction, on all ranks, if the models differ; from
+    Raises: UsageError from construction, on all ranks, if the models differ, and from
     `backward` if a parameter got no gradient; PeerError from both.
 
     In PyTorch: `DistributedDataParallel` and `Reducer` (reducer.cpp), whose names the
@@ -153,12 +158,14 @@ class DistributedDataParallel(Module):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
+        check_sync_every: int = 100,
     ):
         refuse_nested(module)
         self.module = module
         self.process_group = process_group
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
+        self.check_sync_every, self._averaged = check_sync_every, 0
         self.require_backward_grad_sync = True
         self._cap_bytes = max(1, int(bucket_cap_mb * MIB))
         compare_models(module, process_group)
@@ -261,6 +268,9 @@ class DistributedDataParallel(Module):
             self._give_back_unused()
         elif self._arrived is not None:
             self._rebuild_buckets()
+        self._averaged += 1
+        if self.check_sync_every and self._averaged % self.check_sync_every == 0:
+            self.check_sync()
 
     def _unready(self) -> str:
         names = [
@@ -305,6 +315,13 @@ class DistributedDataParallel(Module):
         self._make_buckets(order.tolist())
         for bucket, slot in self._place.values():
             bucket.take(slot)
+
+    def check_sync(self) -> None:
+        """Compare all parameters of all ranks, bit for bit. Every rank must call it.
+
+        Raises: ReplicaError on all ranks, naming the first parameter that differs.
+        """
+        check_sync(self.module, self.process_group)
 
     def describe(self) -> str:
         """The buckets as a table: index, bytes, and the parameters in them."""

@@ -8,13 +8,15 @@ Two families, because they ask for two different reactions:
         PeerLost         its connection closed or was reset
         PeerTimeout      it is there, but nothing came in time
         PeerMismatch     it is doing something else than this rank
+      ReplicaError     the ranks' parameters differ: do not train on
 
 Rule.  OSError and struct.error never reach a user: they are mapped to one of these and
 kept as the cause (`raise ... from exc`).
 
 State afterwards.  After a UsageError nothing has happened: no byte was sent, no array
 was written. After a PeerError the process group is dead for good; every later call on
-it raises the same cause at once.
+it raises the same cause at once. A ReplicaError comes from comparing, which broke
+nothing.
 
 Left out: error codes. A program that wants to react has the class and the culprit.
 
@@ -49,6 +51,10 @@ class PeerError(MindDPError):
 def same_error(error: PeerError) -> PeerError:
     """The same error without the traceback of where it was raised before."""
     return type(error)(str(error), error.culprit)
+
+
+class ReplicaError(MindDPError):
+    """Replicas that should be equal are not. The group lives on, to find out why."""
 
 
 class PeerLost(PeerError):

@@ -10,7 +10,8 @@ from minddp import manual_seed, nn
 from minddp.autograd import Tensor
 from minddp.buckets import MIB, Bucket, Size, plan
 from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
-from minddp.errors import MindDPError, PeerLost, UsageError
+from minddp.errors import MindDPError, PeerLost, ReplicaError, UsageError
+from minddp.optim import SGD
 from minddp.testing import run_groups
 
 DTYPE = "float64"
@@ -493,3 +494,55 @@ def test_summed_losses_need_no_average():
     alone.weight.data[...] = 1.0
     F.mse_loss(alone(x), y.reshape(-1, 1), reduction="sum").backward()
     assert run_groups(2, body) == [alone.weight.grad.item()] * 2
+
+
+# ---- Do replicas stay equal? ----
+
+
+def test_a_drift_of_one_ulp_on_one_rank_is_reported_by_name_on_all_ranks():
+    def body(pg):
+        m = mlp()
+        ddp = DistributedDataParallel(m, pg)
+        ddp.check_sync()
+        if pg.rank == 1:
+            m[2].bias.data[3] = np.nextafter(m[2].bias.data[3], 10)
+        with pytest.raises(ReplicaError) as caught:
+            ddp.check_sync()
+        pg.barrier()  # the group lives on
+        return str(caught.value)
+
+    texts = run_groups(3, body)
+    assert len(set(texts)) == 1
+    assert (
+        "'2.bias' and 0 other parameters differ between rank 0 and rank 1" in texts[0]
+    )
+
+
+@pytest.mark.parametrize(("every", "found_in"), [(5, 5), (1, 3), (0, None)])
+def test_replicas_are_compared_every_so_many_backwards(every, found_in):
+    def body(pg):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg, check_sync_every=every)
+        for step in range(1, 12):
+            if step == 3 and pg.rank == 1:
+                m.weight.data += 1e-9
+            try:
+                ddp(ONE).sum().backward()
+            except ReplicaError:
+                return step
+        return None
+
+    assert run_groups(2, body) == [found_in] * 2
+
+
+def test_in_healthy_training_the_comparison_finds_nothing():
+    def body(pg):
+        m = mlp()
+        ddp = DistributedDataParallel(m, pg, check_sync_every=1)
+        optimizer = SGD(m.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(10):
+            optimizer.zero_grad()
+            ddp(np.full((2, 4), pg.rank + 1.0)).sum().backward()
+            optimizer.step()
+
+    run_groups(3, body)
