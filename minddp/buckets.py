@@ -40,7 +40,7 @@ import numpy as np
 from minddp.autograd import Tensor
 from minddp.device import Array
 from minddp.nn import Parameter
-from minddp.work import Work
+from minddp.work import After, Work
 
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = 1 * MIB  # PyTorch's kDefaultFirstBucketBytes
@@ -96,7 +96,7 @@ class Bucket:
         """Before a backward: no gradient has come, nothing has been sent."""
         self.ready = [False] * len(self.parameters)
         self.missing = len(self.parameters)
-        self.work: Work | None = None
+        self.work: Work | After | None = None
 
     def take(self, slot: int) -> None:
         """Parameter `slot` is ready: its gradient, or zeros, is in the flat array.

@@ -28,10 +28,10 @@ travel in buckets while backward still computes.
 
 In PyTorch: `torch.nn.parallel.DistributedDataParallel` and its Reducer.
 
-Left out: ranks with different numbers of batches (`join`), communication hooks. The
-naive version does not compare the models (a parameter of another shape is a
-PeerMismatch from broadcast), and gives a parameter that no rank uses a gradient of
-zeros, so that weight decay still moves it.
+Left out: ranks with different numbers of batches (`join`). The naive version does not
+compare the models (a parameter of another shape is a PeerMismatch from broadcast), and
+gives a parameter that no rank uses a gradient of zeros, so that weight decay still moves
+it.
 """
 
 import weakref
@@ -56,6 +56,7 @@ from minddp.buckets import (
     Size,
     plan,
 )
+from minddp.comm_hooks import Hook, allreduce_hook
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup
 from minddp.nn import Module, Parameter
@@ -173,6 +174,7 @@ class DistributedDataParallel(Module):
             process_group.broadcast(tensor.data, root=0)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._names, self._trained = [n for n, _ in named], [p for _, p in named]
+        self.register_comm_hook(process_group, allreduce_hook)
         self._number: dict[Tensor, int] = {p: i for i, p in enumerate(self._trained)}
         self._arrived: list[int] | None = []  # None: the buckets have been rebuilt
         self._unused: list[int] | None = (
@@ -216,6 +218,13 @@ class DistributedDataParallel(Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let `hook(state, bucket)` average the buckets (comm_hooks.py).
+
+        The same on all ranks, or their calls will not match.
+        """
+        self._hook_state, self._hook = state, hook
+
     # ---- Backward ----
 
     def _autograd_hook(self, parameter: Tensor) -> None:
@@ -250,10 +259,7 @@ class DistributedDataParallel(Module):
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        pg = self.process_group
-        bucket.work = pg.all_reduce(
-            bucket.flat, "avg", async_op=pg.world_size > 1, bucket=bucket.index
-        )
+        bucket.work = self._hook(self._hook_state, bucket)
 
     def _finalize_backward(self) -> None:
         """All gradients have come: wait for the averages."""

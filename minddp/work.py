@@ -69,6 +69,21 @@ class Work:
         return f"<Work {self.call}, {'failed' if self._error else state}>"
 
 
+class After:
+    """A Work, and what remains to be done with its result by whoever waits for it."""
+
+    def __init__(self, work: Work, finish: Callable[[], None]):
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """As `Work.wait`; the first call finishes as well."""
+        self._work.wait()
+        if self._finish:
+            self._finish()
+            self._finish = None
+
+
 class WorkQueue:
     """Performs what is submitted, in order, in a thread that starts with the first."""
 

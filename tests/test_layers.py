@@ -13,7 +13,7 @@ COMMUNICATE = [
     *("frame", "handshake", "net", "lobby", "verdict", "control"),
     *("rendezvous", "ring", "work", "group"),
 ]
-MEET = ["replicas", "buckets", "ddp"]
+MEET = ["replicas", "buckets", "comm_hooks", "ddp"]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "testing", "bench"),
     *("__init__", "__main__"),

@@ -20,7 +20,16 @@ START, END = "<!-- sizes -->", "<!-- end of sizes -->"
 PARTS = {
     "What teaches DDP": [
         *("frame", "handshake", "net", "lobby", "verdict", "control"),
-        *("rendezvous", "ring", "work", "group", "replicas", "buckets", "ddp"),
+        *(
+            "rendezvous",
+            "ring",
+            "work",
+            "group",
+            "replicas",
+            "buckets",
+            "comm_hooks",
+            "ddp",
+        ),
     ],
     "The engine": [
         *("device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"),
