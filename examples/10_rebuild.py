@@ -13,7 +13,7 @@ prints:
     [rank 0] bucket        bytes  parameters
     [rank 0]      0       37,928  2.weight, 2.bias, 0.weight
     [rank 0]      1          512  0.bias
-    [rank 0] loss 0.2 after 48 steps
+    [rank 0] loss 0.17 after 48 steps
 """
 
 import minddp
@@ -26,6 +26,7 @@ EPOCHS = 2
 BATCH = 60  # of all ranks together
 
 pg = minddp.init_process_group()
+minddp.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 model = DDP(model, pg, bucket_cap_mb=0.005)
 if pg.rank == 0:
@@ -50,5 +51,5 @@ for epoch in range(EPOCHS):
         steps += 1
 
 if pg.rank == 0:
-    print(f"loss {loss.item():.1f} after {steps} steps")
+    print(f"loss {loss.item():.2f} after {steps} steps")
 pg.close()

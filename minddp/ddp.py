@@ -30,8 +30,8 @@ In PyTorch: `torch.nn.parallel.DistributedDataParallel` and its Reducer.
 
 Left out: ranks with different numbers of batches (`join`). The naive version does not
 compare the models (a parameter of another shape is a PeerMismatch from broadcast), and
-gives a parameter that no rank uses a gradient of zeros, so that weight decay still moves
-it.
+gives a parameter that no rank uses a gradient of zeros, so that weight decay still
+moves it.
 """
 
 import weakref
