@@ -261,8 +261,8 @@ def test_more_ranks_than_there_are_places_for_strangers_meet():
     n = lobby.PENDING_CONNECTIONS + 16
     jobs = bound_jobs(n)
     # Rank 0 comes last, so that all others knock at the same moment.
-    others = [Rank(job, lambda pg: pg.barrier(), timeout=20) for job in jobs[1:]]
-    rank_0 = Rank(jobs[0], lambda pg: pg.barrier(), timeout=20)
+    others = [Rank(job, lambda pg: pg.barrier().wait(), timeout=20) for job in jobs[1:]]
+    rank_0 = Rank(jobs[0], lambda pg: pg.barrier().wait(), timeout=20)
     assert [rank.result(30) for rank in (rank_0, *others)] == [None] * n
 
 
