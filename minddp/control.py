@@ -63,7 +63,7 @@ class Control:
         self._peers: dict[int, _Peer] = {}
         self._notes: deque[tuple[str, Any]] = deque()
         self._mismatches: list[Accusation] = []
-        self._judge_at = float("inf")
+        self._judge_at, self._failed = float("inf"), False
         self._turn, self._gap = time.monotonic(), 0.0  # how regularly this thread runs
         self._table_came, self._judged = threading.Event(), threading.Event()
         self._wake_read, self._wake_write = os.pipe()
@@ -187,7 +187,7 @@ class Control:
             self._report(content)
         elif note == "tell":
             self._send(Kind.ABORT, asdict(content))
-        elif note == "leave" and not self.verdict:
+        elif note == "leave" and not (self.verdict or self._failed):
             self._send(Kind.GOODBYE, root=self.rank, sequence=self.entered)
         return note == "leave"
 
@@ -231,6 +231,7 @@ class Control:
             case Kind.ABORT if self.rank == 0 and content["kind"] != "silent":
                 # Judged after the beats of all other ranks have been read.
                 self._notes.append(("accuse", Accusation(**content)))
+                peer.accused = True
             case Kind.ABORT:
                 self._decide(Accusation(**content))
             case Kind.GOODBYE:
@@ -256,15 +257,15 @@ class Control:
         """The link to this peer is of no more use."""
         self._peers.pop(peer.rank, None)
         peer.link.close()
-        if peer.rank not in self.departed:
+        if peer.rank not in self.departed and not peer.accused:
             text = (
                 f"rank {self.rank} lost rank {peer.rank} ({peer.link.address}): {why}. "
                 f"Rank {peer.rank} probably crashed or was killed: read its log first."
             )
-            # Judged after all that others have said has been read.
-            self._notes.append(
-                ("accuse", Accusation("lost", self.rank, peer.rank, text))
-            )
+            # Judged once all have been read, and first: who loses a neighbour closes
+            # its own links, so another link that closed may be a consequence of this.
+            accusation = Accusation("lost", self.rank, peer.rank, text)
+            self._notes.appendleft(("accuse", accusation))
 
     def _report(self, accusation: Accusation) -> None:
         """Bring an accusation before the judge, who is rank 0."""
@@ -316,7 +317,7 @@ class Control:
         """The verdict, or my own account of the same loss, which has the details."""
         verdict = self.verdict
         if verdict is None:
-            self.verdict = mine  # so that leaving now is no goodbye
+            self._failed = True  # so that leaving now is no goodbye
             if not self._silent(0):
                 return error
             text = "rank 0 is not responding. Is it stopped, or its host cut off?"
@@ -340,6 +341,7 @@ class _Peer:
         self.reader, self.due = FrameReader(), bytearray()
         self.buffer = bytearray(READ_BYTES)
         self.last_beat, self.entered = time.monotonic(), 0
+        self.accused = False  # it has said why it fails; its end needs no other reason
 
     def silence(self) -> float:
         """Seconds since the last sign of life."""
