@@ -98,10 +98,11 @@ class Bucket:
         self.missing = len(self.parameters)
         self.work: Work | After | None = None
 
-    def take(self, slot: int) -> None:
+    def take(self, slot: int, scale: float = 1.0) -> None:
         """Parameter `slot` is ready: its gradient, or zeros, is in the flat array.
 
-        Whatever array backward has left in `grad`, from now on it is the view.
+        Whatever array backward has left in `grad`, from now on it is the view. `scale`:
+        what this rank counts for, in units of an average rank (join.py).
         """
         p, view = self.parameters[slot], self.views[slot]
         if p.grad is None:
@@ -109,6 +110,10 @@ class Bucket:
         elif p.grad.data is not view:
             view[...] = p.grad.data
             p.grad = Tensor(view)
+        if scale == 0:
+            view[...] = 0  # the mean over no examples is NaN, and 0 * NaN as well
+        elif scale != 1:
+            view *= view.dtype.type(scale)
         self.missing -= not self.ready[slot]
         self.ready[slot] = True
 

@@ -26,40 +26,29 @@ once: a small parameter costs as many messages as a big one, and the network res
 backward computes. It stays as the oracle of the second version, in which gradients
 travel in buckets while backward still computes.
 
-In PyTorch: `torch.nn.parallel.DistributedDataParallel` and its Reducer.
+In PyTorch: `torch.nn.parallel.DistributedDataParallel`. What happens in backward is the
+matter of its Reducer, and of ours (reducer.py).
 
-Left out: ranks with different numbers of batches (`join`). The naive version does not
-compare the models (a parameter of another shape is a PeerMismatch from broadcast), and
-gives a parameter that no rank uses a gradient of zeros, so that weight decay still
-moves it.
+Left out: several inputs on several devices. The naive version does not compare the
+models (a parameter of another shape is a PeerMismatch from broadcast), and gives a
+parameter that no rank uses a gradient of zeros, so that weight decay still moves it.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from minddp.autograd import (
-    Tensor,
-    backward_number,
-    is_recording,
-    leaves_behind,
-    queue_callback,
-)
-from minddp.buckets import (
-    BUCKET_CAP_MB,
-    FIRST_BUCKET_BYTES,
-    MIB,
-    Bucket,
-    Size,
-    plan,
-)
-from minddp.comm_hooks import Hook, allreduce_hook
+from minddp.autograd import Tensor, is_recording, queue_callback
+from minddp.buckets import BUCKET_CAP_MB, MIB, Bucket
+from minddp.comm_hooks import Hook
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup
+from minddp.join import RollCall, Step
 from minddp.nn import Module, Parameter
+from minddp.reducer import Reducer
 from minddp.replicas import check_sync, compare_models
 
 
@@ -125,10 +114,6 @@ def gradient_of(p: Parameter) -> Any:
 class DistributedDataParallel(Module):
     """Wraps `module`; sends gradients in buckets while backward still computes.
 
-        backward     ... layer 2 ...    ... layer 1 ...    ... layer 0 ...   | wait
-        hooks             2.weight           1.weight           0.weight
-        comm thread             [ bucket 0 ------> ][ bucket 1 -------> ]
-
     module: the same on all ranks; names, shapes, dtypes, what is trained are compared.
 
     bucket_cap_mb: MiB at which a bucket closes; the first one closes at 1 MiB already.
@@ -137,7 +122,16 @@ class DistributedDataParallel(Module):
     walked from the outputs of `forward` in every step, and one more all-reduce finds
     out which parameters no rank has used; their gradients are left as they were.
 
+    static_graph: every backward is like the first, which shows how often each parameter
+    gets a gradient, and which get none. It sends only when it has ended.
+
     broadcast_buffers: rank 0's buffers go to all before each forward in training.
+
+    weight_by_batch: ranks may have batches of unequal length, even empty ones. Each
+    counts by the length of its first input: if losses are means over the batch, the
+    average is the gradient of the mean over the examples of all ranks.
+
+    nan: "ignore", "raise" or "skip" gradients that are not finite (nonfinite.py).
 
     check_sync_every: how many backwards until the parameters of all ranks are compared
     (`check_sync`); 0 for never.
@@ -148,8 +142,7 @@ class DistributedDataParallel(Module):
     Raises: UsageError from construction, on all ranks, if the models differ, and from
     `backward` if a parameter got no gradient; PeerError from both.
 
-    In PyTorch: `DistributedDataParallel` and `Reducer` (reducer.cpp), whose names the
-    methods have.
+    In PyTorch: `DistributedDataParallel` (torch/nn/parallel/distributed.py).
     """
 
     def __init__(
@@ -160,45 +153,80 @@ class DistributedDataParallel(Module):
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         check_sync_every: int = 100,
+        *,
+        static_graph: bool = False,
+        weight_by_batch: bool = False,
+        nan: str = "ignore",
     ):
         refuse_nested(module)
         self.module = module
         self.process_group = process_group
-        self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
-        self.check_sync_every, self._averaged = check_sync_every, 0
         self.require_backward_grad_sync = True
-        self._cap_bytes = max(1, int(bucket_cap_mb * MIB))
-        compare_models(module, process_group)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            process_group.broadcast(tensor.data, root=0)
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._names, self._trained = [n for n, _ in named], [p for _, p in named]
-        self.register_comm_hook(process_group, allreduce_hook)
-        self._number: dict[Tensor, int] = {p: i for i, p in enumerate(self._trained)}
-        self._arrived: list[int] | None = []  # None: the buckets have been rebuilt
-        self._unused: list[int] | None = (
-            None  # None: no forward since the last backward
+        self.reducer = Reducer(
+            module,
+            process_group,
+            cap_bytes=max(1, int(bucket_cap_mb * MIB)),
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            nan=nan,
+            check_sync_every=check_sync_every,
         )
-        self._sync, self._backward, self._next = False, 0, 0
-        self._make_buckets(list(reversed(range(len(named)))))
-        for p in self._trained:
-            p.register_post_accumulate_grad_hook(weakly(self._autograd_hook))
+        self._weight_by_batch = weight_by_batch
+        if weight_by_batch:
+            self.reducer.roll_call = RollCall(process_group, by_examples=True)
+        compare_models(module, process_group)
+        self._broadcast_from(0, module.parameters())
+        self.sync_buffers()
+        for p in self.reducer.parameters:
+            p.register_post_accumulate_grad_hook(weakly(self.reducer.autograd_hook))
 
     # ---- Forward ----
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """What the wrapped model gives."""
-        self._sync = self.require_backward_grad_sync and is_recording()
-        if self._sync:
+        reducer = self.reducer
+        reducer.logger.forward_starts()
+        reducer.sync = self.require_backward_grad_sync and is_recording()
+        if reducer.sync:
             self._check_trained()
             if self.broadcast_buffers and self.module.training:
-                for buffer in self.module.buffers():
-                    self.process_group.broadcast(buffer.data, root=0)
+                self._agree_on_buffers()
+        if self._weight_by_batch and reducer.roll_call and is_recording():
+            first = next(iter([*inputs, *named_inputs.values()]))
+            reducer.roll_call.examples += len(first)
         outputs = self.module(*inputs, **named_inputs)
-        if self._sync and self.find_unused_parameters:
-            self._prepare_for_backward(outputs)
+        if reducer.sync and reducer.find_unused:
+            reducer.prepare_for_backward(tensors_in(outputs))
         return outputs
+
+    def _agree_on_buffers(self) -> None:
+        if self.reducer.roll_call and any(self.module.buffers()):
+            self.reducer.roll_call.hold(Step.BUFFERS)
+        self.sync_buffers()
+
+    def sync_buffers(self) -> None:
+        """Buffers become those of rank 0 (inside `join`: of the first that has data).
+
+        Every rank must call it.
+        """
+        self._broadcast_from(self.reducer.speaker, self.module.buffers())
+
+    def _broadcast_from(self, root: int, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.process_group.broadcast(tensor.data, root)
+
+    def _check_trained(self) -> None:
+        """Raises: UsageError if parameters were frozen or unfrozen after wrapping."""
+        for name, p in self.module.named_parameters():
+            if p.requires_grad != (p in self.reducer.number):
+                now = "trained" if p.requires_grad else "frozen"
+                raise UsageError(
+                    f"parameter {name!r} is {now} now, but was not when the model was "
+                    "wrapped in DDP. Freeze and unfreeze first, then wrap (again)."
+                )
+
+    # ---- When and how gradients are averaged ----
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -218,109 +246,71 @@ class DistributedDataParallel(Module):
         finally:
             self.require_backward_grad_sync = before
 
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        then: Callable[[], Any] | None = None,
+    ) -> Iterator[None]:
+        """Ranks may have different numbers of batches inside (join.py).
+
+            with ddp.join():
+                for x, y in loader:
+                    ...
+
+        divide_by_initial_world_size: the average is the sum over n, also when fewer
+        than n ranks have data; else it is the sum over those that have.
+
+        throw_on_early_termination: no shadowing; a UsageError on all ranks instead.
+
+        then: called after each backward of the others that this rank has attended,
+        without data but with their gradients. Give it what they do then, such as
+        `optimizer.step`, and also optimizer state stays equal. Without it the rank
+        takes over the parameters in the end, but has momentum of its own.
+
+        Every rank must come here, and end its block without an error. A rank that waits
+        at the end of its block waits as long as a collective does.
+
+        Raises: UsageError; PeerError.
+        """
+        if not enable:
+            yield
+            return
+        roll_call = RollCall(
+            self.process_group,
+            self._weight_by_batch,
+            absent_weight=1.0 if divide_by_initial_world_size else 0.0,
+            raise_if_absent=throw_on_early_termination,
+        )
+        outside, self.reducer.roll_call = self.reducer.roll_call, roll_call
+        try:
+            yield
+            self._attend(roll_call, then)
+        finally:
+            self.reducer.roll_call = outside
+
+    def _attend(self, roll_call: RollCall, then: Callable[[], Any] | None) -> None:
+        """This rank has no more data: do what the others do, until they have none."""
+        while step := roll_call.be_absent():
+            if step == Step.BUFFERS:
+                self.sync_buffers()
+            else:
+                self.reducer.attend_backward()
+                if then:
+                    then()
+        last = roll_call.first_present
+        self._broadcast_from(last, [*self.module.parameters(), *self.module.buffers()])
+
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Let `hook(state, bucket)` average the buckets (comm_hooks.py).
 
         The same on all ranks, or their calls will not match.
         """
-        self._hook_state, self._hook = state, hook
+        self.reducer.hook_state, self.reducer.hook = state, hook
 
-    # ---- Backward ----
-
-    def _autograd_hook(self, parameter: Tensor) -> None:
-        """A gradient is complete."""
-        if not self._sync:
-            return
-        queue_callback(self._finalize_backward)
-        if self._backward != backward_number():  # the first gradient of this backward
-            self._expect_backward()
-        self._mark_variable_ready(self._number[parameter])
-
-    def _expect_backward(self) -> None:
-        self._backward, self._next = backward_number(), 0
-        for bucket in self.buckets:
-            bucket.expect()
-        unused, self._unused = self._unused or [], None
-        for i in unused:
-            self._mark_variable_ready(i)
-
-    def _mark_variable_ready(self, i: int) -> None:
-        """Put a gradient into its bucket, and send what can be sent.
-
-        Buckets leave in the order of their index, whichever is full first: another rank
-        may fill them in another order, and the k-th all-reduce there meets ours.
-        """
-        bucket, slot = self._place[i]
-        bucket.take(slot)
-        if self._arrived is not None:
-            self._arrived.append(i)
-        while self._next < len(self.buckets) and self.buckets[self._next].full:
-            self._launch(self.buckets[self._next])
-            self._next += 1
-
-    def _launch(self, bucket: Bucket) -> None:
-        bucket.work = self._hook(self._hook_state, bucket)
-
-    def _finalize_backward(self) -> None:
-        """All gradients have come: wait for the averages."""
-        if self._next < len(self.buckets):
-            error = UsageError(self._unready())
-            self.process_group.abort(error)  # the others would wait for our buckets
-            raise error
-        for bucket in self.buckets:
-            assert bucket.work, "launched, as _next has passed it"
-            bucket.work.wait()
-        if self.find_unused_parameters:
-            self._give_back_unused()
-        elif self._arrived is not None:
-            self._rebuild_buckets()
-        self._averaged += 1
-        if self.check_sync_every and self._averaged % self.check_sync_every == 0:
-            self.check_sync()
-
-    def _unready(self) -> str:
-        names = [
-            f"{self._names[self._number[p]]!r} (bucket {bucket.index})"
-            for bucket in self.buckets
-            for p, ready in zip(bucket.parameters, bucket.ready, strict=True)
-            if not ready
-        ]
-        return (
-            f"DDP never saw a gradient for {', '.join(names)} on rank "
-            f"{self.process_group.rank} in this backward pass. Other ranks would wait "
-            "for ever. Use it in the loss, freeze it, or pass "
-            "find_unused_parameters=True."
-        )
-
-    # ---- Buckets ----
-
-    def _make_buckets(self, order: Sequence[int]) -> None:
-        """Buckets for gradients that arrive in this order; they move in with `take`."""
-        sizes = [Size(p.data.nbytes, str(p.dtype)) for p in self._trained]
-        first_bytes = min(FIRST_BUCKET_BYTES, self._cap_bytes)
-        groups = plan(sizes, order, first_bytes, self._cap_bytes)
-        self.buckets = [
-            Bucket(index, [self._trained[i] for i in group])
-            for index, group in enumerate(groups)
-        ]
-        self._place = {
-            i: (bucket, slot)
-            for bucket, group in zip(self.buckets, groups, strict=True)
-            for slot, i in enumerate(group)
-        }
-
-    def _rebuild_buckets(self) -> None:
-        """Once, after the first backward: in the order in which rank 0 got gradients.
-
-        The order of definition was a guess. A layer that is defined first and used last
-        would have kept its bucket from leaving until the end of backward.
-        """
-        order = np.array(self._arrived, np.int64)
-        self.process_group.broadcast(order, root=0)
-        self._arrived = None
-        self._make_buckets(order.tolist())
-        for bucket, slot in self._place.values():
-            bucket.take(slot)
+    # ---- Looking at it ----
 
     def check_sync(self) -> None:
         """Compare all parameters of all ranks, bit for bit. Every rank must call it.
@@ -329,44 +319,60 @@ class DistributedDataParallel(Module):
         """
         check_sync(self.module, self.process_group)
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they leave."""
+        return self.reducer.buckets
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many averages were dropped because of nan="skip"."""
+        return self.reducer.watch.skipped
+
     def describe(self) -> str:
         """The buckets as a table: index, bytes, and the parameters in them."""
         lines = ["bucket        bytes  parameters"]
         for bucket in self.buckets:
-            names = ", ".join(self._names[self._number[p]] for p in bucket.parameters)
-            lines.append(f"{bucket.index:>6} {bucket.flat.nbytes:>12,}  {names}")
+            names = [
+                self.reducer.names[self.reducer.number[p]] for p in bucket.parameters
+            ]
+            row = f"{bucket.index:>6} {bucket.flat.nbytes:>12,}  {', '.join(names)}"
+            lines.append(row)
         return "\n".join(lines)
 
-    # ---- Parameters that are not used ----
+    def logging_data(self) -> dict[str, Any]:
+        """What this DDP is and what its latest steps took (ddp_logger.py).
 
-    def _prepare_for_backward(self, outputs: Any) -> None:
-        """Note which parameters the outputs of all forwards so far do not depend on."""
-        used = leaves_behind(*tensors_in(outputs))
-        unused = [i for i, p in enumerate(self._trained) if p not in used]
-        if self._unused is None:
-            self._unused = unused
-        else:
-            self._unused = [i for i in self._unused if i in unused]
-
-    def _give_back_unused(self) -> None:
-        """A gradient that another rank has is ours as well; one that none has, is
-        None."""
-        used = np.array([p.grad is not None for p in self._trained])
-        self.process_group.all_reduce(used, "max")
-        for i, p in enumerate(self._trained):
-            if p.grad is None and used[i]:
-                bucket, slot = self._place[i]
-                p.grad = Tensor(bucket.views[slot])
-
-    def _check_trained(self) -> None:
-        """Raises: UsageError if parameters were frozen or unfrozen after wrapping."""
-        for name, p in self.module.named_parameters():
-            if p.requires_grad != (p in self._number):
-                now = "trained" if p.requires_grad else "frozen"
-                raise UsageError(
-                    f"parameter {name!r} is {now} now, but was not when the model was "
-                    "wrapped in DDP. Freeze and unfreeze first, then wrap (again)."
-                )
+        Times are in nanoseconds, sizes in bytes, under PyTorch's names where it has
+        them. Parameters are numbered in order of definition, frozen ones left out.
+        """
+        reducer, pg = self.reducer, self.process_group
+        sizes = [bucket.flat.nbytes for bucket in self.buckets]
+        numbers = [[reducer.number[p] for p in b.parameters] for b in self.buckets]
+        return {
+            "module_name": type(self.module).__name__,
+            "rank": pg.rank,
+            "world_size": pg.world_size,
+            "backend_name": "tcp",
+            "iteration": reducer.averaged,
+            "num_parameter_tensors": len(reducer.parameters),
+            "total_parameter_size_bytes": sum(
+                p.data.nbytes for p in reducer.parameters
+            ),
+            "dtypes": sorted({str(p.dtype) for p in reducer.parameters}),
+            "bucket_cap_bytes": reducer.cap_bytes,
+            "find_unused_parameters": reducer.find_unused,
+            "static_graph": reducer.static_graph,
+            "broadcast_buffers": self.broadcast_buffers,
+            "gradient_as_bucket_view": True,
+            "comm_hook": getattr(reducer.hook, "__name__", repr(reducer.hook)),
+            "has_rebuilt_buckets": reducer.rebuilt,
+            "bucket_sizes": sizes,
+            "per_bucket_param_indices": numbers,
+            "prev_iteration_grad_ready_order_indices": list(reducer.arrived),
+            "skipped_steps": self.skipped_steps,
+            **reducer.logger.data(),
+        }
 
 
 # ---- What goes in, what comes out ----

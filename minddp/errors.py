@@ -9,6 +9,7 @@ Two families, because they ask for two different reactions:
         PeerTimeout      it is there, but nothing came in time
         PeerMismatch     it is doing something else than this rank
       ReplicaError     the ranks' parameters differ: do not train on
+      NonFiniteError   a gradient is infinite or no number, if that is to be an error
 
 Rule.  OSError and struct.error never reach a user: they are mapped to one of these and
 kept as the cause (`raise ... from exc`).
@@ -55,6 +56,10 @@ def same_error(error: PeerError) -> PeerError:
 
 class ReplicaError(MindDPError):
     """Replicas that should be equal are not. The group lives on, to find out why."""
+
+
+class NonFiniteError(MindDPError):
+    """A gradient is not finite; raised on all ranks alike (DDP with nan="raise")."""
 
 
 class PeerLost(PeerError):

@@ -37,6 +37,7 @@ import operator
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -104,7 +105,7 @@ class ProcessGroup:
         self.rank, self.world_size = job.rank, job.world_size
         self.local_rank = job.local_rank
         self.timeout = timeout
-        self._sequence = self._messages = 0
+        self._sequence = self._messages = self._busy_ns = 0
         self._failure: PeerError | None = None
         self._closed = ""  # why, once it is
         # Reentrant for the sake of signal handlers, which may call `close`.
@@ -191,7 +192,8 @@ class ProcessGroup:
         collectives; messages (ring steps in which it sent); bytes_sent and
         bytes_received on ring links, of which header_bytes each way are fingerprints;
         control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
-        headers are not counted.
+        headers are not counted. busy_ns: nanoseconds in which a collective was under
+        way here, waiting for others included.
         """
         links = self._links
         return {
@@ -201,6 +203,7 @@ class ProcessGroup:
             "bytes_received": links.bytes_received if links else 0,
             "header_bytes": HEADER_BYTES * self._sequence if links else 0,
             "control_bytes_sent": self._control.bytes_sent if links else 0,
+            "busy_ns": self._busy_ns,
         }
 
     def _collective(
@@ -241,6 +244,7 @@ class ProcessGroup:
         """Run a collective and bring its result home into the caller's array."""
         if self._links:
             self._performer = threading.get_ident()
+            start = time.perf_counter_ns()
             try:
                 self._enter(call)
                 algorithm(self._links, flat, call, Deadline(self.timeout))
@@ -249,6 +253,7 @@ class ProcessGroup:
             finally:
                 self._performer = None
             self._messages += count_messages(call, self.rank, self.world_size)
+            self._busy_ns += time.perf_counter_ns() - start
         if not np.may_share_memory(flat, array):
             array[...] = flat.reshape(array.shape)
 

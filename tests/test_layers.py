@@ -13,7 +13,10 @@ COMMUNICATE = [
     *("frame", "handshake", "net", "lobby", "verdict", "control"),
     *("rendezvous", "ring", "work", "group"),
 ]
-MEET = ["replicas", "buckets", "comm_hooks", "ddp"]
+MEET = [
+    *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),
+    *("reducer", "ddp"),
+]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "testing", "bench"),
     *("__init__", "__main__"),

@@ -1,5 +1,6 @@
 """The bucketed DDP: when gradients travel, in which portions, and what is refused."""
 
+import time
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from minddp.autograd import Tensor
 from minddp.buckets import MIB, Bucket, Size, plan
 from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from minddp.errors import MindDPError, PeerLost, ReplicaError, UsageError
+from minddp.frame import HEADER_BYTES
 from minddp.optim import SGD
 from minddp.testing import run_groups
 
@@ -546,3 +548,150 @@ def test_in_healthy_training_the_comparison_finds_nothing():
             optimizer.step()
 
     run_groups(3, body)
+
+
+# ---- A static graph ----
+
+
+class Uneven(nn.Module):
+    """Rank r uses the layers that it is told to; `c` is used by nobody."""
+
+    def __init__(self):
+        self.a, self.b, self.c = linear(), linear(), linear()
+        for layer in (self.a, self.b, self.c):
+            layer.weight.data[...] = 1.0
+
+    def forward(self, x, use):
+        return sum((getattr(self, name)(x) for name in use), Tensor(np.zeros((1, 1))))
+
+
+def test_a_static_graph_learns_from_its_first_backward_what_is_unused():
+    def body(pg):
+        m = Uneven()
+        ddp = TinyBuckets(m, pg, static_graph=True)
+        seen = []
+        for _ in range(3):
+            m.zero_grad()
+            ddp(ONE * 4, "ab" if pg.rank == 0 else "a").sum().backward()
+            seen.append([p.grad and p.grad.item() for p in m.parameters()])
+        return seen
+
+    assert run_groups(2, body) == [[[4.0, 2.0, None]] * 3] * 2
+
+
+def test_a_static_graph_overlaps_and_rebuilds_like_any_other():
+    def body(pg):
+        m = mlp()
+        left = []
+        ddp = TinyBuckets(m, pg, static_graph=True)
+        m[0].weight.register_post_accumulate_grad_hook(
+            lambda _: left.append(ddp.buckets[0].work is not None)
+        )
+        for _ in range(2):
+            ddp(np.ones((2, 4))).sum().backward()
+        return left, ddp.logging_data()["has_rebuilt_buckets"]
+
+    assert run_groups(2, body) == [([False, True], True)] * 2
+
+
+def test_a_parameter_that_gets_two_gradients_in_a_static_backward_is_sent_once():
+    """A backward inside backward, as activation checkpointing makes it."""
+
+    def body(pg, static):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg, static_graph=static)
+        for _ in range(3):
+            m.zero_grad()
+            gate = Tensor(np.ones(1), requires_grad=True)
+            inner = m(ONE * pg.rank).sum()
+            gate.register_post_accumulate_grad_hook(lambda _, y=inner: y.backward())
+            (ddp(ONE) * gate).sum().backward()
+        return m.weight.grad.item()
+
+    assert run_groups(2, partial(body, static=True)) == [1.5, 1.5]
+    with pytest.raises(UsageError, match="'weight' got a second gradient in one"):
+        run_groups(2, partial(body, static=False))
+
+
+def test_a_static_graph_that_changes_is_refused_by_name():
+    def body(pg):
+        ddp = DistributedDataParallel(Uneven(), pg, static_graph=True)
+        ddp(ONE, "ab").sum().backward()
+        ddp(ONE, "abc" if pg.rank == 1 else "ab").sum().backward()
+
+    with pytest.raises(MindDPError) as caught:
+        run_groups(2, body)
+    on_0, on_1 = caught.value.of_ranks
+    assert "'c.weight' got a gradient more often on rank 1" in str(on_1)
+    assert isinstance(on_0, PeerLost)
+    assert "'c.weight'" in str(on_0)
+
+
+def test_a_static_graph_that_lacks_a_gradient_is_refused_by_name():
+    def body(pg):
+        ddp = DistributedDataParallel(Uneven(), pg, static_graph=True)
+        ddp(ONE, "ab").sum().backward()
+        ddp(ONE, "a").sum().backward()
+
+    with pytest.raises(UsageError, match=r"never saw a gradient for 'b\.weight'"):
+        run_groups(2, body)
+
+
+def test_a_loss_that_uses_a_parameter_behind_the_outputs_back_is_refused():
+    """find_unused_parameters looks at the outputs of forward only."""
+
+    def body(pg):
+        m = Branches()
+        ddp = TinyBuckets(m, pg, find_unused_parameters=True)
+        (ddp(ONE, use="a") + (m.b.weight * m.b.weight).sum()).sum().backward()
+
+    with pytest.raises(UsageError, match=r"'b\.weight' got a second gradient"):
+        run_groups(2, body)
+
+
+# ---- The logger ----
+
+
+def test_the_logging_data_have_pytorchs_names_and_add_up():
+    def body(pg):
+        ddp = TinyBuckets(mlp(), pg)
+        for _ in range(4):
+            ddp(np.ones((2, 4))).sum().backward()
+        return ddp.logging_data()
+
+    for rank, data in enumerate(run_groups(2, body)):
+        assert data["rank"] == rank
+        assert data["iteration"] == 4
+        assert data["num_parameter_tensors"] == 6
+        assert data["total_parameter_size_bytes"] == sum(data["bucket_sizes"]) == 480
+        assert data["has_rebuilt_buckets"]
+        order = data["prev_iteration_grad_ready_order_indices"]
+        assert [
+            i for bucket in data["per_bucket_param_indices"] for i in bucket
+        ] == order
+        assert sorted(order) == list(range(6))
+        comm, hidden, exposed = (
+            data[f"backward_{name}_time"]
+            for name in ("comm", "compute_comm_overlap", "comm_exposed")
+        )
+        assert comm == hidden + exposed > 0
+        # Half of each bucket twice, and a header for each of the six.
+        assert data["bytes_sent"] == 480 + 6 * HEADER_BYTES
+        for name in ("forward_compute_time", "backward_compute_time"):
+            assert data[name] > 0
+            assert data[f"avg_{name}"] > 0
+
+
+def test_communication_that_backward_hides_is_counted_as_overlap():
+    """A slow gradient at the end of backward leaves time for the first bucket."""
+
+    def body(pg):
+        m = mlp()
+        ddp = TinyBuckets(m, pg)
+        m[0].weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.05))
+        ddp(np.ones((2, 4))).sum().backward()
+        data = ddp.logging_data()
+        return data["backward_compute_comm_overlap_time"], data["backward_comm_time"]
+
+    for overlap, comm in run_groups(2, body):
+        assert overlap > comm / 4
