@@ -111,7 +111,7 @@ class Bucket:
             view[...] = p.grad.data
             p.grad = Tensor(view)
         if scale == 0:
-            view[...] = 0  # the mean over no examples is NaN, and 0 * NaN as well
+            view[...] = 0  # a mean over no examples may be infinite, and 0 * inf is NaN
         elif scale != 1:
             view *= view.dtype.type(scale)
         self.missing -= not self.ready[slot]

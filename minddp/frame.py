@@ -52,7 +52,7 @@ OPS = ("", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 REDUCTIONS = ("", "sum", "avg", "min", "max", "prod")
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
-DTYPES = ("", *FLOATS, *INTEGERS, "bool")
+DTYPES = ("", *FLOATS, *INTEGERS, "bool", "bfloat16")
 
 _LAYOUT = struct.Struct(">4s5BxHh2xQQQ")
 _CRC = struct.Struct(">I")

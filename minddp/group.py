@@ -25,6 +25,7 @@ What can be reduced:
     float16, 32, 64          yes  yes    yes   yes  yes    float16 adds in float16
     int8 to int64, uint8     yes  yes     -    yes  yes    overflow wraps, as in NumPy
     bool                      -    -      -    yes  yes    min is "and", max is "or"
+    bfloat16 (bfloat16.py)   yes   -      -     -    -     adds in float32, and rounds
 
 In PyTorch: `c10d::ProcessGroup`; `torch.distributed.all_reduce` and its relatives.
 
@@ -46,6 +47,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from minddp import ring
+from minddp.bfloat16 import BFLOAT16
 from minddp.environment import Job, from_environment
 from minddp.errors import (
     PeerError,
@@ -227,7 +229,8 @@ class ProcessGroup:
         with self._lock:
             self._check_alive()
             self._sequence += 1
-            what = op, reduce, flat.dtype.name, root, bucket, flat.size, flat.nbytes
+            dtype = wire_name(flat.dtype)
+            what = op, reduce, dtype, root, bucket, flat.size, flat.nbytes
             call = Header(Kind.DATA, self._sequence, *what)
             work = Work(call, partial(self._perform, algorithm, call, flat, array))
             if async_op or not self._queue.idle:
@@ -428,7 +431,7 @@ def check_array(op: str, array: Array) -> None:
             f"{op} takes a NumPy array, not {type(array).__module__}."
             f"{type(array).__name__}: it is changed in place, on the host"
         )
-    name = array.dtype.name
+    name = wire_name(array.dtype)
     if name not in DTYPES[1:]:
         raise UsageError(f"{op} of {name}: it can move {', '.join(DTYPES[1:])}")
     if not array.flags.writeable:
@@ -440,12 +443,19 @@ def check_reduction(op: str, array: Array, reduce: str) -> None:
     check_array(op, array)
     if reduce not in REDUCTIONS[1:]:
         raise UsageError(f"{op} by {reduce!r}: it can be {', '.join(REDUCTIONS[1:])}")
-    name, kind = array.dtype.name, array.dtype.kind
-    if (kind == "b" and reduce not in ("min", "max")) or (
-        kind in "iu" and reduce == "avg"
+    name, kind = wire_name(array.dtype), array.dtype.kind
+    if (
+        (kind == "b" and reduce not in ("min", "max"))
+        or (kind in "iu" and reduce == "avg")
+        or (name == "bfloat16" and reduce != "sum")
     ):
         hint = "min or max" if kind == "b" else "sum, and divide as you see fit"
         raise UsageError(f"{op} of {name} by {reduce!r} has no meaning; use {hint}")
+
+
+def wire_name(dtype: Any) -> str:
+    """A dtype's name in the table of frame.py, if it is there."""
+    return "bfloat16" if dtype == BFLOAT16 else str(dtype.name)
 
 
 def native_flat(array: Array) -> Array:

@@ -59,6 +59,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from minddp.bfloat16 import add_bfloat16
 from minddp.errors import PeerError, PeerLost, PeerMismatch, PeerTimeout
 from minddp.frame import HEADER_BYTES, FrameError, Header
 from minddp.net import Deadline
@@ -78,6 +79,11 @@ COMBINE: dict[str, Callable[..., Array]] = {
     "max": np.maximum,
     "prod": np.multiply,
 }
+
+
+def combiner(call: Header) -> Callable[..., Array]:
+    """How this call combines two arrays: f(a, b, out=b)."""
+    return add_bfloat16 if call.dtype == "bfloat16" else COMBINE[call.reduce]
 
 
 class Neighbour(Protocol):
@@ -217,7 +223,7 @@ def reduce_scatter_stepwise(
     """After it, chunk r of rank r's 1-D array x is complete; other chunks are
     partial."""
     r, n = links.rank, links.world_size
-    add = COMBINE[call.reduce]
+    add = combiner(call)
     for s in range(n - 1):
         sent, mine = chunk(len(x), n, r - 1 - s), chunk(len(x), n, r - 2 - s)
         received = np.empty_like(x[mine])
@@ -284,7 +290,7 @@ def add_all(
 
     `chunk_r_too` passes even that on, as phase 2 wants it; a reduce-scatter does not.
     """
-    r, n, add = links.rank, links.world_size, COMBINE[call.reduce]
+    r, n, add = links.rank, links.world_size, combiner(call)
     scratch = np.empty(min(SEGMENT_BYTES // x.itemsize, -(-len(x) // n)), x.dtype)
     for s in range(n - 1):
         for part in segments(chunk(len(x), n, r - 2 - s), x.itemsize):

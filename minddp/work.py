@@ -70,15 +70,17 @@ class Work:
 
 
 class After:
-    """A Work, and what remains to be done with its result by whoever waits for it."""
+    """A Work (None: nothing is under way), and what remains to be done with its result
+    by whoever waits for it."""
 
-    def __init__(self, work: Work, finish: Callable[[], None]):
+    def __init__(self, work: Work | None, finish: Callable[[], None]):
         self._work = work
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
         """As `Work.wait`; the first call finishes as well."""
-        self._work.wait()
+        if self._work:
+            self._work.wait()
         if self._finish:
             self._finish()
             self._finish = None

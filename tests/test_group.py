@@ -100,7 +100,7 @@ def allowed(dtype, op):
 
 def test_the_table_of_dtypes_and_reductions_holds():
     def body(pg):
-        for dtype in DTYPES[1:]:
+        for dtype in DTYPES[1:-1]:
             for op in ("sum", "avg", "min", "max", "prod"):
                 x = np.array([1, 0, 1]).astype(dtype) + np.array(pg.rank).astype(dtype)
                 ranks = [

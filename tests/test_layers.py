@@ -10,12 +10,12 @@ PACKAGE = Path(__file__).parent.parent / "minddp"
 GROUND = ["errors", "environment"]
 COMPUTE = ["device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"]
 COMMUNICATE = [
-    *("frame", "handshake", "net", "lobby", "verdict", "control"),
+    *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
     *("rendezvous", "ring", "work", "group"),
 ]
 MEET = [
     *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),
-    *("reducer", "ddp"),
+    *("reducer", "ddp", "powersgd", "local_sgd"),
 ]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "testing", "bench"),
