@@ -1,8 +1,9 @@
 """The wire format: what ranks say to each other, byte for byte. Knows no sockets.
 
-Two kinds of conversation use one header:
+Three kinds of conversation use one header:
 
     ring link      header | payload payload payload ...    a collective, then the next
+    mail link      header | payload ...                    a message, then the next
     control link   header | JSON    header | JSON   ...    table, heartbeat, abort
 
 The header has 44 bytes, in network byte order:
@@ -48,7 +49,10 @@ VERSION = 1  # of the wire format; both sides of a handshake show theirs
 CONTROL_LIMIT = 1 << 20  # bytes of JSON; the table of 10,000 ranks has about 400,000
 
 # A code is a position in its table, and 0 stands for "does not apply".
-OPS = ("", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
+OPS = (
+    *("", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"),
+    "send",
+)
 REDUCTIONS = ("", "sum", "avg", "min", "max", "prod")
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
@@ -67,13 +71,15 @@ class FrameError(Exception):
 
 
 class Kind(IntEnum):
-    """What a frame is for: DATA on ring links, the others on control links."""
+    """What a frame is for: DATA on ring links, MAIL on mail links, and on control links
+    all but DATA."""
 
     DATA = 1  # a collective starts; `nbytes` is the size of the array
     TABLE = 2  # rank 0 -> all: the address of every rank
     BEAT = 3  # a sign of life; `root` is the sender, `sequence` its latest collective
     ABORT = 4  # to rank 0: an accusation. From rank 0: the verdict
     GOODBYE = 5  # `root` has closed its group after `sequence` collectives
+    MAIL = 6  # on a mail link a message follows; to a sender: where to dial `root`
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,8 @@ class Header:
             return what
         notes = [self.reduce] if self.reduce else []
         notes += [f"root {self.root}"] if self.op == "broadcast" else []
-        notes += [f"bucket {self.bucket}"] if self.bucket >= 0 else []
+        number = "tag" if self.op == "send" else "bucket"
+        notes += [f"{number} {self.bucket}"] if self.bucket >= 0 else []
         return f"{what} of {self.count:,} {self.dtype}" + (
             f" ({', '.join(notes)})" if notes else ""
         )

@@ -29,8 +29,7 @@ What can be reduced:
 
 In PyTorch: `c10d::ProcessGroup`; `torch.distributed.all_reduce` and its relatives.
 
-Left out: sub-groups and point-to-point messages; GPU arrays, which have to be copied to
-the host first.
+Left out: GPU arrays, which have to be copied to the host first.
 """
 
 import atexit
@@ -40,6 +39,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
@@ -57,6 +57,8 @@ from minddp.errors import (
     same_error,
 )
 from minddp.frame import DTYPES, HEADER_BYTES, REDUCTIONS, Header, Kind
+from minddp.handshake import MAIL
+from minddp.mailbox import Mailbox
 from minddp.net import LONGEST_SECONDS, Deadline, RingLinks
 from minddp.rendezvous import Rendezvous
 from minddp.work import Work, WorkQueue
@@ -114,6 +116,7 @@ class ProcessGroup:
         self._lock = threading.RLock()
         self._performer: int | None = None  # the thread that is in a collective
         self._queue = WorkQueue()
+        self._mailbox: Mailbox | None = None  # from the first message on
         self._links: RingLinks | None = None
         if self.world_size > 1:
             self._meet(job, deadline)
@@ -127,6 +130,7 @@ class ProcessGroup:
             rendezvous.abandon()
             raise
         self._control, self._alarm = rendezvous.control, rendezvous.alarm
+        self._rendezvous = rendezvous
 
     # ---- Collectives ----
 
@@ -188,22 +192,91 @@ class ProcessGroup:
         one = np.ones(1, np.uint8)
         return self._collective(ring.barrier, one, reduce="sum", async_op=async_op)
 
+    # ---- Messages ----
+
+    def send(self, array: Array, dst: int, tag: int = 0) -> None:
+        """Send to rank dst; returns when the bytes have left.
+
+        The other rank calls `recv` with an array of the same count and dtype, and the
+        same tag. Two ranks that first send and then receive wait for each other: let
+        one receive first, or use `isend`.
+
+        Raises: UsageError; PeerError, PeerTimeout if nobody receives.
+        """
+        self.isend(array, dst, tag).wait()
+
+    def recv(self, array: Array, src: int, tag: int = 0) -> None:
+        """Fill `array` with the next message of rank src. Raises: as send."""
+        self.irecv(array, src, tag).wait()
+
+    def isend(self, array: Array, dst: int, tag: int = 0) -> Work:
+        """As send, without waiting; leave `array` alone until `wait` returns."""
+        return self._message(array, dst, tag, sends=True)
+
+    def irecv(self, array: Array, src: int, tag: int = 0) -> Work:
+        """As recv, without waiting; `array` is filled when `wait` returns."""
+        return self._message(array, src, tag, sends=False)
+
+    def _message(self, array: Array, peer: int, tag: int, sends: bool) -> Work:
+        verb = "send" if sends else "recv"
+        check_array(verb, array, writes=not sends)
+        peer = whole(f"{verb}: peer", peer, 0, self.world_size - 1)
+        tag = whole(f"{verb}: tag", tag, 0, 2**15 - 1)
+        if peer == self.rank:
+            raise UsageError(f"{verb}: rank {peer} is this rank itself; copy the array")
+        flat = native_flat(array)
+        with self._lock:
+            self._check_alive()
+            self._mailbox = self._mailbox or self._open_mailbox()
+            line = self._mailbox.line(peer, sends)
+            line.count += 1
+            source, dtype = self.rank if sends else peer, wire_name(flat.dtype)
+            what = "", dtype, source, tag, flat.size, flat.nbytes
+            work = Work(
+                Header(Kind.MAIL, line.count, "send", *what),
+                partial(bring_home, flat, array) if not sends else lambda: None,
+            )
+            self._mailbox.post(line, work, flat)
+        return work
+
+    def _open_mailbox(self) -> Mailbox:
+        assert self._links, "a world of one has nobody to write to"
+        host = self._links.left.local_host
+        mailbox = Mailbox(
+            replace(self._rendezvous.me, role=MAIL),
+            self._rendezvous.job.token,
+            self.timeout,
+            self._alarm,
+            open_port=partial(self._rendezvous.open_port, host),
+            invite=self._control.invite,
+            invitations=self._control.mailboxes,
+            departed=self._control.departed,
+            agree=self._agree,
+        )
+        self._control.mail_came = mailbox.wake
+        return mailbox
+
+    # ---- What it has cost ----
+
     def stats(self) -> dict[str, int]:
         """What this rank has sent and received since the group was made.
 
         collectives; messages (ring steps in which it sent); bytes_sent and
         bytes_received on ring links, of which header_bytes each way are fingerprints;
+        mail_bytes_sent and _received, by send and recv with their headers;
         control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
         headers are not counted. busy_ns: nanoseconds in which a collective was under
         way here, waiting for others included.
         """
-        links = self._links
+        links, mail = self._links, self._mailbox
         return {
             "collectives": self._sequence,
             "messages": self._messages,
             "bytes_sent": links.bytes_sent if links else 0,
             "bytes_received": links.bytes_received if links else 0,
             "header_bytes": HEADER_BYTES * self._sequence if links else 0,
+            "mail_bytes_sent": mail.bytes_moved(sends=True) if mail else 0,
+            "mail_bytes_received": mail.bytes_moved(sends=False) if mail else 0,
             "control_bytes_sent": self._control.bytes_sent if links else 0,
             "busy_ns": self._busy_ns,
         }
@@ -257,8 +330,7 @@ class ProcessGroup:
                 self._performer = None
             self._messages += count_messages(call, self.rank, self.world_size)
             self._busy_ns += time.perf_counter_ns() - start
-        if not np.may_share_memory(flat, array):
-            array[...] = flat.reshape(array.shape)
+        bring_home(flat, array)
 
     # ---- Failing and leaving ----
 
@@ -291,24 +363,29 @@ class ProcessGroup:
         An error of this rank's own (Ctrl-C, no memory) leaves half a collective on the
         wire. It is raised as it is, and the others are told that it was this rank.
         """
-        if self._failure and not self._closed:
-            raise self._failure
-        if self._closed:  # by a signal handler, whose word this is
-            raise UsageError(
-                f"this process group of rank {self.rank} {self._closed} while it was "
-                f"{where}"
-            ) from None
-        peer_error = (
-            error
-            if isinstance(error, PeerError)
-            else PeerLost(f"rank {self.rank} failed {where}: {error!r}", self.rank)
-        )
-        self._failure = self._control.accuse(peer_error)
+        first = not self._failure
+        agreed = self._agree(error, where)
+        if not first or not isinstance(agreed, PeerError):
+            raise agreed from None
         assert self._links, "a world of one has nobody to fail it"
         self._links.close()
-        if error is not peer_error:
+        if not isinstance(error, PeerError):
             raise error
-        raise same_error(self._failure) from error.__cause__
+        raise same_error(agreed) from error.__cause__
+
+    def _agree(self, error: BaseException, where: str) -> PeerError | UsageError:
+        """What this rank is to raise: the verdict on `error`, or on an earlier one."""
+        if self._closed:  # by a signal handler, whose word this is
+            return UsageError(
+                f"this process group of rank {self.rank} {self._closed} while it was "
+                f"{where}"
+            )
+        if self._failure is None:
+            if not isinstance(error, PeerError):
+                text = f"rank {self.rank} failed {where}: {error!r}"
+                error = PeerLost(text, self.rank)
+            self._failure = self._control.accuse(error)
+        return self._failure
 
     def abort(self, error: BaseException) -> None:
         """Leave because of `error`: the other ranks raise PeerLost, naming this
@@ -349,6 +426,9 @@ class ProcessGroup:
                 return
             if self._performer != threading.get_ident():
                 self._queue.close()
+            if self._mailbox:
+                self._control.mail_came = lambda: None
+                self._mailbox.close()
             self._closed = why
             _open_groups.remove(self)
             if self._links:
@@ -391,6 +471,8 @@ def _forget_groups() -> None:
         group._queue = WorkQueue()
         if group._links:
             group._links.close()
+            if group._mailbox:
+                group._mailbox.forget()
             group._control.forget()
             group._alarm.close()
     _open_groups.clear()
@@ -424,7 +506,7 @@ def whole(what: str, value: int, low: int, high: int) -> int:
     return number
 
 
-def check_array(op: str, array: Array) -> None:
+def check_array(op: str, array: Array, writes: bool = True) -> None:
     """Raises: UsageError if this array cannot go through a collective."""
     if not isinstance(array, np.ndarray) or hasattr(array, "mask"):
         raise UsageError(
@@ -434,7 +516,7 @@ def check_array(op: str, array: Array) -> None:
     name = wire_name(array.dtype)
     if name not in DTYPES[1:]:
         raise UsageError(f"{op} of {name}: it can move {', '.join(DTYPES[1:])}")
-    if not array.flags.writeable:
+    if writes and not array.flags.writeable:
         raise UsageError(f"{op} changes the array in place, but this one is read-only")
 
 
@@ -462,6 +544,12 @@ def native_flat(array: Array) -> Array:
     """`array` as one row of little-endian memory: a view if it is that already."""
     little_endian = array.dtype.newbyteorder("<")
     return np.ascontiguousarray(array, dtype=little_endian).reshape(-1)
+
+
+def bring_home(flat: Array, array: Array) -> None:
+    """Write a result into the caller's array, if `flat` was a copy of it."""
+    if not np.may_share_memory(flat, array):
+        array[...] = flat.reshape(array.shape)
 
 
 def count_messages(call: Header, r: int, n: int) -> int:

@@ -40,7 +40,7 @@ from ipaddress import IPv6Address, ip_address
 
 from minddp.frame import MAGIC, VERSION
 
-CONTROL, RING = 1, 2  # roles: what the connection will be used for
+CONTROL, RING, MAIL = 1, 2, 3  # roles: what the connection will be used for
 NONCE = MAC = 32  # bytes
 
 _HELLO = struct.Struct(">4sBB2xII32s16sH32s")

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from minddp.errors import PeerLost, PeerTimeout
 from minddp.handshake import HandshakeError, Hello, Script, Stranger
 from minddp.net import (
+    LONGEST_SECONDS,
     Address,
     Alarm,
     Deadline,
@@ -98,19 +99,19 @@ class Conversation:
 class Lobby:
     """Carries on all handshakes at one listener, and with those whom we dial.
 
-    `make_script` gives our side of a visitor's handshake. `timeout` (seconds) is the
-    group's; the links are tuned to it.
+    `listener`: None if nobody is to knock. `make_script` gives our side of a visitor's
+    handshake. `timeout` (seconds) is the group's; the links are tuned to it.
     """
 
     def __init__(
         self,
-        listener: Listener,
+        listener: Listener | None,
         make_script: Callable[[], Script],
         alarm: Alarm,
         timeout: float = 60.0,
         world_size: int = 1,
     ):
-        self._listener, self._alarm = listener, alarm
+        self.listener, self._alarm = listener, alarm
         self._make_script = make_script
         self._timeout = timeout
         # More than the ranks that may all knock at the same moment.
@@ -132,26 +133,30 @@ class Lobby:
         error if the group fails.
         """
         while self._wait(deadline):
-            self._let_in()
-            for rank, dialled in list(self._dialled.items()):
-                try:
-                    if dialled.advance():
-                        link = Link(dialled.sock, rank, self._timeout)
-                        del self._dialled[rank]
-                        yield None, link
-                except (HandshakeError, OSError) as exc:
-                    why = f"{shown(dialled.address)} broke off the handshake: {exc}"
-                    raise PeerLost(f"rank {rank} at {why}", rank) from exc
-            for visitor in list(self._visitors):
-                try:
-                    if hello := visitor.advance():
-                        self._visitors.remove(visitor)
-                        yield hello, Link(visitor.sock, hello.rank, self._timeout)
-                    elif not visitor.deadline.left():
-                        seconds = f"{HANDSHAKE_SECONDS:g} s"
-                        self._drop(visitor, f"no handshake within {seconds}")
-                except (HandshakeError, OSError) as exc:
-                    self._drop(visitor, str(exc))
+            yield from self.advance()
+
+    def advance(self) -> Iterator[tuple[Hello | None, Link]]:
+        """One turn of `links`, without waiting."""
+        self._let_in()
+        for rank, dialled in list(self._dialled.items()):
+            try:
+                if dialled.advance():
+                    link = Link(dialled.sock, rank, self._timeout)
+                    del self._dialled[rank]
+                    yield None, link
+            except (HandshakeError, OSError) as exc:
+                why = f"{shown(dialled.address)} broke off the handshake: {exc}"
+                raise PeerLost(f"rank {rank} at {why}", rank) from exc
+        for visitor in list(self._visitors):
+            try:
+                if hello := visitor.advance():
+                    self._visitors.remove(visitor)
+                    yield hello, Link(visitor.sock, hello.rank, self._timeout)
+                elif not visitor.deadline.left():
+                    seconds = f"{HANDSHAKE_SECONDS:g} s"
+                    self._drop(visitor, f"no handshake within {seconds}")
+            except (HandshakeError, OSError) as exc:
+                self._drop(visitor, str(exc))
 
     def waiting_for(self) -> list[tuple[int, str]]:
         """Whom we have dialled in vain so far: (rank, address)."""
@@ -160,24 +165,30 @@ class Lobby:
     def close(self) -> None:
         for conversation in [*self._visitors, *self._dialled.values()]:
             conversation.sock.close()
-        self._listener.close()
+        if self.listener:
+            self.listener.close()
 
     def _wait(self, deadline: Deadline) -> bool:
         """Sleep until something is to be done; False if the deadline came first."""
         poll = select.poll()
         poll.register(self._alarm, select.POLLIN)
-        poll.register(self._listener, select.POLLIN)
-        for conversation in [*self._visitors, *self._dialled.values()]:
-            poll.register(conversation, conversation.events)
-        patience = [deadline.left(), *(v.deadline.left() for v in self._visitors)]
-        poll.poll(min(patience) * 1000 + 1)
+        patience = self.register(poll)
+        poll.poll(min(patience, deadline.left()) * 1000 + 1)
         if self._alarm.error:
             raise self._alarm.error
         return deadline.left() > 0
 
+    def register(self, poll: select.poll) -> float:
+        """Let `poll` watch all that concerns the lobby; the seconds it may sleep."""
+        if self.listener:
+            poll.register(self.listener, select.POLLIN)
+        for conversation in [*self._visitors, *self._dialled.values()]:
+            poll.register(conversation, conversation.events)
+        return min((v.deadline.left() for v in self._visitors), default=LONGEST_SECONDS)
+
     def _let_in(self) -> None:
         """One visitor a turn, so that a crowd does not push out who is being heard."""
-        if connection := self._listener.accept():
+        if self.listener and (connection := self.listener.accept()):
             visitor = Conversation(*connection, self._make_script())
             self._visitors.append(visitor)
             if len(self._visitors) > self._places:
@@ -189,7 +200,8 @@ class Lobby:
         visitor.sock.close()
         self._strangers += 1
         if self._strangers <= LOGGED_STRANGERS:
-            where = f"{shown(visitor.address)} at port {self._listener.port}"
+            assert self.listener, "visitors came by it"
+            where = f"{shown(visitor.address)} at port {self.listener.port}"
             log.warning("dropped a connection from %s: %s", where, why)
 
 

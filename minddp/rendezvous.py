@@ -71,7 +71,7 @@ class Rendezvous:
         self.control = Control(job.rank, job.world_size, self.alarm, timeout)
         self._timeout = timeout
         self._ring_port: Listener | None = None
-        self._me = Hello(CONTROL, job.rank, job.world_size, job.job_id)
+        self.me = Hello(CONTROL, job.rank, job.world_size, job.job_id)
         self._settings: Mapping[str, str] = os.environ
 
     def meet(self) -> RingLinks:
@@ -149,7 +149,7 @@ class Rendezvous:
                 return f"rank {hello.rank} has already joined; is a second job running?"
             return None
 
-        return answer(self._me, self.job.token, objection)
+        return answer(self.me, self.job.token, objection)
 
     def _join(self) -> Listener:
         """Other ranks: dial rank 0 and say where this rank can be dialled."""
@@ -158,7 +158,7 @@ class Rendezvous:
 
         def make_script(local_host: str) -> Script:
             port = self._open_ring_port(local_host)
-            me = replace(self._me, host=port.host, port=port.port)
+            me = replace(self.me, host=port.host, port=port.port)
             return introduce(me, job.token)
 
         try:
@@ -185,9 +185,13 @@ class Rendezvous:
         """The port at which the left neighbour will dial; replaces an earlier one."""
         if self._ring_port:
             self._ring_port.close()
-        ports = self._settings.get("MINDDP_PORT_RANGE")
-        self._ring_port = listen_in_range(self._setting_host() or host, ports)
+        self._ring_port = self.open_port(host)
         return self._ring_port
+
+    def open_port(self, host: str) -> Listener:
+        """A port of this rank's own, where and in the range that the user has set."""
+        ports = self._settings.get("MINDDP_PORT_RANGE")
+        return listen_in_range(self._setting_host() or host, ports)
 
     def _setting_host(self) -> str | None:
         name = self._settings.get("MINDDP_IFNAME")
@@ -199,7 +203,7 @@ class Rendezvous:
         """Dial right, answer left, at the same time: done in turn, all would wait."""
         r, n = self.job.rank, self.job.world_size
         right = (r + 1) % n
-        me = replace(self._me, role=RING)
+        me = replace(self.me, role=RING)
         lobby.dial(right, *table[right], introduce(me, self.job.token))
         ends: dict[str, Link] = {}
         try:
@@ -236,7 +240,7 @@ class Rendezvous:
                 return None
             return f"rank {self.job.rank} waits for rank {left} as its left neighbour"
 
-        return answer(self._me, self.job.token, objection)
+        return answer(self.me, self.job.token, objection)
 
 
 def require_token(host: str, port: int, token: bytes, deadline: Deadline) -> None:

@@ -27,7 +27,7 @@ from minddp.frame import Header
 class Work:
     """One collective; made by the process group, waited for by whoever wants it."""
 
-    def __init__(self, call: Header, perform: Callable[[], None]):
+    def __init__(self, call: Header, perform: Callable[[], None] = lambda: None):
         self.call = call
         self._perform: Callable[[], None] | None = perform
         self._ended = threading.Event()
@@ -39,10 +39,15 @@ class Work:
         try:
             self._perform()
         except BaseException as error:
-            self._error = error
-        finally:
-            self._perform = None  # lets go of the arrays
-            self._ended.set()
+            self.end(error)
+        else:
+            self.end()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It has ended, with this error if there is one."""
+        self._error = error
+        self._perform = None  # lets go of the arrays
+        self._ended.set()
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""
