@@ -206,7 +206,7 @@ class DistributedDataParallel(Module):
         self.sync_buffers()
 
     def sync_buffers(self) -> None:
-        """Buffers become those of rank 0 (inside `join`: of the first that has data).
+        """Buffers become those of rank 0 (inside `join`, of a rank that has data).
 
         Every rank must call it.
         """
@@ -300,7 +300,7 @@ class DistributedDataParallel(Module):
                 self.reducer.attend_backward()
                 if then:
                     then()
-        last = roll_call.first_present
+        last = roll_call.last_present
         self._broadcast_from(last, [*self.module.parameters(), *self.module.buffers()])
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:

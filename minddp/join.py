@@ -13,7 +13,8 @@ absent.
     roll call      rank 0          rank 1          then both
     batch 3        backward, 1     backward, 1     average gradients
     batch 4        backward, 1     absent          average; rank 1 brings zeros
-    end            absent          absent          leave, with the model of rank 0
+    end            absent          absent          leave, with the model of rank 0,
+                                                   the last that was present
 
 What is the average, when some have no data? Every rank has a weight w; its gradient is
 scaled by n w / (sum of all w) before the average over n ranks, which makes it the
@@ -30,7 +31,8 @@ ranks that count alike. Scaled by 1.5 and 0.5 they are 1.5 and 2.5: average 2.0.
 
 In PyTorch: `DistributedDataParallel.join` and `torch.distributed.algorithms.join`. It
 announces forwards, so two forwards before one backward break it; here every backward is
-announced when it begins.
+announced when it begins. A parameter that no present rank uses has no gradient, also on
+absent ranks; there it gets zeros, from a map of an earlier step.
 
 Left out: other classes that join along (`Joinable`). What a rank without data is to do
 after each of the others' backwards, such as an optimizer's step, is given to
@@ -70,7 +72,7 @@ class RollCall:
         self.process_group = process_group
         self.by_examples = by_examples
         self.examples = 0  # in the forwards since the last backward
-        self.first_present, self.all_present = 0, True
+        self.last_present, self.all_present = 0, True
         self._absent_weight = 0.0 if by_examples else absent_weight
         self._raise = raise_if_absent
         self._weights = np.ones(process_group.world_size)
@@ -89,7 +91,7 @@ class RollCall:
         absent = np.flatnonzero(steps == Step.ABSENT).tolist()
         self.all_present = not absent
         if present.size:
-            self.first_present = int(present[0])
+            self.last_present = int(present[-1])
         if self._raise and absent and present.size:
             raise UsageError(
                 f"ranks {absent} have no more data, but others do. Give all ranks the "
@@ -100,6 +102,12 @@ class RollCall:
     def be_absent(self) -> Step:
         """As `hold`, of a rank without data."""
         return self.hold(Step.ABSENT, self._absent_weight)
+
+    @property
+    def speaker(self) -> int:
+        """The rank whose word holds for all: 0, or if not all have data, the last that
+        has (as in PyTorch)."""
+        return 0 if self.all_present else self.last_present
 
     def scale(self) -> float:
         """What this rank counts for in the backward that begins: n w / sum of all w."""

@@ -247,8 +247,8 @@ class Reducer:
 
     @property
     def speaker(self) -> int:
-        """The rank whose word holds for all: the first that has data."""
-        return self.roll_call.first_present if self.roll_call else 0
+        """The rank whose word holds for all."""
+        return self.roll_call.speaker if self.roll_call else 0
 
     # ---- Parameters that are not used ----
 
