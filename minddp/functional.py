@@ -112,6 +112,51 @@ def dropout(x: Any, p: float = 0.5, training: bool = True) -> Tensor:
     return apply(ops.Dropout(p), as_tensor(x)) if training and p else as_tensor(x)
 
 
+def batch_norm(
+    x: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    pool: Any = None,
+) -> Tensor:
+    """x with each channel brought to mean 0 and variance 1, times weight, plus bias.
+
+    x is (N, C, ...), the others are (C,) or None. Training: with mean and variance of
+    the batch, towards which the running ones, Tensors or arrays, move in place by
+    `momentum`. Otherwise with the running ones. pool: see tensor_ops.BatchNorm.
+
+    Raises UsageError for wrong shapes, and in training for less than 2 values per
+    channel; nothing has been written then.
+    """
+    x = as_tensor(x)
+    xp, channels = array_module(x.data), x.shape[1:2]
+    weight = as_tensor(xp.ones(channels, x.dtype) if weight is None else weight)
+    bias = as_tensor(xp.zeros(channels, x.dtype) if bias is None else bias)
+    given = [as_tensor(t) for t in (running_mean, running_var) if t is not None]
+    running = [t.data for t in given]
+    shapes = [t.shape for t in (*given, weight, bias)]
+    if x.dtype.kind != "f" or x.ndim < 2 or any(s != channels for s in shapes):
+        raise UsageError(
+            "batch_norm: x must be floats (N, C, ...) and all else (C,); x is "
+            f"{x.shape} {x.dtype}, the others are {', '.join(map(str, shapes))}"
+        )
+    if len(running) == 1 or not (training or running):
+        raise UsageError(
+            "batch_norm: give both of running_mean and running_var; only in training "
+            "both can be None"
+        )
+    op = ops.BatchNorm(eps, None if training else (running[0], running[1]), pool)
+    y = apply(op, x, weight, bias)
+    if training and running:
+        op.update(running[0], running[1], momentum)
+    return y
+
+
 # ---- Losses: one number per row or element, then reduced ----
 
 

@@ -25,7 +25,7 @@ Invariants.
     in `state_dict`; it is still tied after loading.
 
 In PyTorch: `torch.nn.Module`. It keeps registers by `__setattr__`, and lists a module's
-own parameters before those of its children.
+own parameters before those of its children. For clipping, `torch.nn.utils`.
 
 Left out:
 - forward and backward hooks on modules; a submodule in a plain list, which nobody
@@ -34,13 +34,15 @@ Left out:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from minddp import functional as F
 from minddp.autograd import Tensor, as_tensor, device_or_dtype
-from minddp.device import Array, Device, generator
+from minddp.device import Array, Device, array_module, generator
 from minddp.errors import UsageError
 
 
@@ -372,6 +374,94 @@ class Dropout(Module):
         return f"p={self.p}"
 
 
+class BatchNorm(Module):
+    """Each channel with mean 0 and variance 1, times weight, plus bias; (N, C, ...).
+
+                   training                         evaluation
+        y          by mean and var of the batch     by running_mean, running_var
+        running    r = (1 - m) r + m batch          stays
+
+    m is `momentum`; None makes r the plain average over all batches. y takes the biased
+    variance, running_var the unbiased one. Without affine there is no weight and no
+    bias; without track_running_stats, evaluation also goes by the batch.
+
+    The examples of a batch depend on each other: under DDP, n ranks with B examples
+    each are not one process with n B (see SyncBatchNorm). Raises UsageError for another
+    shape, and in training for less than 2 values per channel.
+    """
+
+    axes: tuple[int, ...] = ()  # how many the input may have; (): 2 or more
+    pool: Any = None  # whose batch (tensor_ops.BatchNorm)
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        dtype: Any = "float32",
+    ):
+        ones, zeros = np.ones(num_features, dtype), np.zeros(num_features, dtype)
+        self.num_features, self.eps, self.momentum = num_features, eps, momentum
+        self.affine, self.track_running_stats = affine, track_running_stats
+        self.weight = Parameter(ones) if affine else None
+        self.bias = Parameter(zeros) if affine else None
+        tracked = track_running_stats
+        self.running_mean = Buffer(zeros.copy()) if tracked else None
+        self.running_var = Buffer(ones.copy()) if tracked else None
+        self.num_batches_tracked = Buffer(np.array(0)) if tracked else None
+
+    def forward(self, x: Any) -> Tensor:
+        x = as_tensor(x)
+        self._check(x)
+        count = self.num_batches_tracked if self.training else None
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1 / (int(count) + 1) if count is not None else 0.0
+        y = F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            momentum,
+            self.eps,
+            pool=self.pool if self.training else None,
+        )
+        if count is not None:
+            count.data[...] += 1
+        return y
+
+    def _check(self, x: Tensor) -> None:
+        """Raises: UsageError unless the channels are on axis 1, and all of them."""
+        if x.ndim in (self.axes or (x.ndim,)) and x.shape[1:2] == (self.num_features,):
+            return
+        more = ["" if n == 2 else ", L" if n == 3 else ", H, W" for n in self.axes]
+        forms = " or ".join(f"(N, {self.num_features}{m})" for m in more or [", ..."])
+        name = type(self).__name__
+        raise UsageError(f"{name}: the input must be {forms}, not {x.shape}")
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, "
+            f"affine={self.affine}, track_running_stats={self.track_running_stats}"
+        )
+
+
+class BatchNorm1d(BatchNorm):
+    """BatchNorm of (N, C) or (N, C, L)."""
+
+    axes = (2, 3)
+
+
+class BatchNorm2d(BatchNorm):
+    """BatchNorm of (N, C, H, W)."""
+
+    axes = (4,)
+
+
 class ReLU(Module):
     """max(x, 0)."""
 
@@ -451,3 +541,84 @@ class BCEWithLogitsLoss(Module):
 
     def forward(self, x: Any, target: Any) -> Tensor:
         return F.binary_cross_entropy_with_logits(x, target, self.reduction)
+
+
+# ---- Gradients: cut between backward and step ----
+
+
+def clip_grad_norm_(
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients, in place, so that together they are no longer than max_norm.
+
+        norm = (sum |g_i|^p)^(1/p)        over all elements of all gradients
+        g    = g min(1, max_norm / (norm + 1e-6))
+
+    Returns the norm before, float64 without axes. It has the same bits on all ranks if
+    the gradients have: clip after DDP has averaged them, which is when backward
+    returns. norm_type: p > 0, or inf for the largest element.
+
+    Raises UsageError for bad settings, or with error_if_nonfinite if the norm is
+    infinite or NaN; nothing has been scaled then. Without, such a norm makes
+    gradients 0 or NaN.
+    """
+    _check_limit("clip_grad_norm_", "max_norm", max_norm)
+    if not norm_type > 0:
+        raise UsageError(f"clip_grad_norm_: norm_type is > 0 or inf, not {norm_type}")
+    grads = _gradients("clip_grad_norm_", parameters)
+    norms = [_norm(g, norm_type) for g in grads]
+    norm = _norm(np.array(norms), norm_type)
+    if error_if_nonfinite and not np.isfinite(norm):
+        raise UsageError(
+            f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be "
+            "scaled to a finite one. Skip this step, or find the loss that overflowed."
+        )
+    scale = np.float64(max_norm / (norm + 1e-6))
+    if not scale >= 1:  # also if it is NaN
+        for g in grads:
+            array_module(g).multiply(g, scale, out=g, casting="same_kind")
+    return Tensor(np.array(norm))
+
+
+def clip_grad_value_(parameters: Any, clip_value: float) -> None:
+    """Cut all elements of all gradients, in place, to -clip_value ... clip_value."""
+    _check_limit("clip_grad_value_", "clip_value", clip_value)
+    for g in _gradients("clip_grad_value_", parameters):
+        array_module(g).clip(g, -clip_value, clip_value, out=g)
+
+
+def _norm(x: Array, p: float) -> float:
+    """(sum |x|^p)^(1/p), in float64: in float16 the square of 300 is infinite.
+
+    By sums, not by dot products: their order of addition depends on the processor and
+    its threads, and ranks on unlike machines would scale differently.
+    """
+    x = abs(x.astype("float64"))
+    if p == np.inf:
+        return float(x.max()) if x.size else 0.0
+    return float((x**p).sum() ** (1 / p))
+
+
+def _gradients(caller: str, parameters: Any) -> list[Array]:
+    """The arrays of those that have a gradient; one parameter may come without list."""
+    if isinstance(parameters, set | frozenset):
+        raise UsageError(
+            f"{caller}: give the parameters as a list, not as a set, whose order "
+            "differs from rank to rank, and with it the last bits of the norm"
+        )
+    listed = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [p.grad.data for p in listed if p.grad is not None]
+
+
+def _check_limit(caller: str, name: str, limit: Any) -> None:
+    if not isinstance(limit, Real) or not float(limit) >= 0:
+        raise UsageError(f"{caller}: {name} must be 0 or more, not {limit!r}")
+
+
+# `nn.utils.clip_grad_norm_(...)`, as scripts for PyTorch have it.
+utils = SimpleNamespace(
+    clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_
+)

@@ -644,6 +644,95 @@ class Linear(Op):
         return (gx, gW, g.sum(axis=0)) if self.has_bias else (gx, gW)
 
 
+# ---- Normalization: every channel over all the rest of the batch ----
+
+
+class BatchNorm(Op):
+    """(x - mean) / sqrt(var + eps) * W + b;  x is (N, C, ...), W and b are (C,)
+
+    mean and var are those of each channel over the batch, so x moves them too. With
+    xhat = (x - mean) / std, and means over the batch,        [Ioffe & Szegedy 2015]
+
+        gx = W / std (gy - mean(gy) - xhat mean(gy xhat))
+
+    fixed: a mean and a var to use instead, which x does not move: gx = W / std gy.
+    pool: `moments` and `sums` make those of this x into those of a batch of which x is
+    a part (sync_batch_norm.py); without, x is the batch.
+
+    What is kept is d = x - mean. One number per channel is float64, and float16 is
+    computed in float32, because a square of 300 is out of its range.
+    """
+
+    def __init__(
+        self, eps: float, fixed: tuple[Array, Array] | None = None, pool: Any = None
+    ):
+        self.eps, self.fixed, self.pool = eps, fixed, pool
+
+    def forward(self, x: Array, W: Array, b: Array) -> Array:
+        xp = array_module(x)
+        self.dtype, self.W = x.dtype, W
+        self.axes = (0, *range(2, x.ndim))
+        x = x.astype(xp.result_type(x.dtype, "float32"), copy=False)
+        if self.fixed:
+            mean, self.var = self.fixed
+            self.d = x - self._along(x, mean)
+        else:
+            self._measure(x)
+        self.inverse = 1 / xp.sqrt(self.var.astype("float64") + self.eps)
+        y = self.d * self._along(x, W * self.inverse)
+        y += self._along(x, b)
+        return y.astype(self.dtype, copy=False)
+
+    def _measure(self, x: Array) -> None:
+        """Set d, and the count, mean and biased var of the batch.
+
+        Squares of d, not of x: E[x^2] - E[x]^2 cancels where the mean is large.
+        """
+        count = math.prod([x.shape[axis] for axis in self.axes])
+        mean = x.sum(self.axes, dtype="float64") / max(count, 1)
+        self.d = d = x - self._along(x, mean)
+        squares = (d * d).sum(self.axes, dtype="float64")
+        self.count, self.mean = count, mean
+        if self.pool:
+            self.count, self.mean, squares = self.pool.moments(count, mean, squares)
+            d += self._along(x, mean - self.mean)
+        if self.count < 2:
+            raise UsageError(
+                f"batch_norm: {self.count} value(s) per channel have no variance; "
+                f"training needs 2 or more, and the input is {x.shape}. Drop a last "
+                "batch of one, or evaluate: .eval()."
+            )
+        self.var = squares / self.count
+
+    def backward(self, gy: Array) -> Grads:
+        d, inverse = self.d, self.inverse
+        gy = gy.astype(d.dtype, copy=False)
+        gb = gy.sum(self.axes, dtype="float64")
+        gW = (gy * d).sum(self.axes, dtype="float64") * inverse
+        if not self.needs[0]:
+            return None, gW, gb
+        if self.fixed:
+            gx = gy * self._along(gy, self.W * inverse)
+        else:
+            sum_gy, sum_gy_xhat = self.pool.sums(gb, gW) if self.pool else (gb, gW)
+            gx = d * self._along(gy, inverse * sum_gy_xhat / -self.count)
+            gx += gy
+            gx -= self._along(gy, sum_gy / self.count)
+            gx *= self._along(gy, self.W * inverse)
+        return gx.astype(self.dtype, copy=False), gW, gb
+
+    def _along(self, x: Array, v: Array) -> Array:
+        """v, a number per channel, in the dtype of x and along its axis 1."""
+        return v.astype(x.dtype, copy=False).reshape(-1, *[1] * (x.ndim - 2))
+
+    def update(self, mean: Array, var: Array, momentum: float) -> None:
+        """Move running estimates, in place, towards the batch's mean and unbiased
+        var."""
+        unbiased = self.var * (self.count / (self.count - 1))
+        mean[...] = (1 - momentum) * mean + momentum * self.mean
+        var[...] = (1 - momentum) * var + momentum * unbiased
+
+
 # ---- Softmax and losses: fused where the parts alone would overflow ----
 
 

@@ -11,11 +11,11 @@ GROUND = ["errors", "environment"]
 COMPUTE = ["device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "group"),
+    *("rendezvous", "ring", "work", "mailbox", "group"),
 ]
 MEET = [
     *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),
-    *("reducer", "ddp", "powersgd", "local_sgd"),
+    *("reducer", "ddp", "powersgd", "local_sgd", "sync_batch_norm"),
 ]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "testing", "bench"),
