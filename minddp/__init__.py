@@ -20,12 +20,41 @@ To read, from the bottom up (docs/ leads through it):
 The two columns know nothing of each other. They meet in `ddp`.
 """
 
-from minddp import data, functional, nn, optim
-from minddp.autograd import Tensor, no_grad
+from minddp import data, distributed, functional, nn, optim
+from minddp.autograd import Tensor, no_grad, set_grad_enabled
+from minddp.checkpoint import load, save
+from minddp.creation import (
+    arange,
+    double,
+    empty,
+    eye,
+    float16,
+    float32,
+    float64,
+    from_numpy,
+    full,
+    half,
+    int32,
+    int64,
+    linspace,
+    long,
+    ones,
+    ones_like,
+    rand,
+    randint,
+    randn,
+    randperm,
+    tensor,
+    uint8,
+    zeros,
+    zeros_like,
+)
 from minddp.ddp import DistributedDataParallel
 from minddp.device import manual_seed
 from minddp.errors import (
+    CheckpointError,
     MindDPError,
+    NonFiniteError,
     PeerError,
     PeerLost,
     PeerMismatch,
@@ -33,13 +62,18 @@ from minddp.errors import (
     ReplicaError,
     UsageError,
 )
+from minddp.functional import cat, matmul, maximum, minimum, stack, where
 from minddp.group import ProcessGroup, init_process_group
+from minddp.multiprocessing import spawn
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "DistributedDataParallel",
+    "F",
     "MindDPError",
+    "NonFiniteError",
     "PeerError",
     "PeerLost",
     "PeerMismatch",
@@ -48,11 +82,47 @@ __all__ = [
     "ReplicaError",
     "Tensor",
     "UsageError",
+    "arange",
+    "as",
+    "cat",
     "data",
+    "distributed",
+    "double",
+    "empty",
+    "eye",
+    "float16",
+    "float32",
+    "float64",
+    "from_numpy",
+    "full",
     "functional",
+    "half",
     "init_process_group",
+    "int32",
+    "int64",
+    "linspace",
+    "load",
+    "long",
     "manual_seed",
+    "matmul",
+    "maximum",
+    "minimum",
     "nn",
     "no_grad",
+    "ones",
+    "ones_like",
     "optim",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "save",
+    "set_grad_enabled",
+    "spawn",
+    "stack",
+    "tensor",
+    "uint8",
+    "where",
+    "zeros",
+    "zeros_like",
 ]

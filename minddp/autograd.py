@@ -103,6 +103,19 @@ class no_grad:
         return inside
 
 
+class set_grad_enabled:
+    """Switch recording on or off: at once, and until the end of a `with` block."""
+
+    def __init__(self, mode: bool):
+        self._before, _state.recording = _state.recording, bool(mode)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        _state.recording = self._before
+
+
 _LAZY = (
     inspect.isgeneratorfunction,
     inspect.iscoroutinefunction,

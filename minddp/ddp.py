@@ -44,6 +44,7 @@ import numpy as np
 from minddp.autograd import Tensor, is_recording, queue_callback
 from minddp.buckets import BUCKET_CAP_MB, MIB, Bucket
 from minddp.comm_hooks import Hook
+from minddp.distributed import default_group
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup
 from minddp.join import RollCall, Step
@@ -116,6 +117,8 @@ class DistributedDataParallel(Module):
 
     module: the same on all ranks; names, shapes, dtypes, what is trained are compared.
 
+    process_group: by default that of distributed.py.
+
     bucket_cap_mb: MiB at which a bucket closes; the first one closes at 1 MiB already.
 
     find_unused_parameters: the loss need not depend on all parameters. The graph is
@@ -136,6 +139,9 @@ class DistributedDataParallel(Module):
     check_sync_every: how many backwards until the parameters of all ranks are compared
     (`check_sync`); 0 for never.
 
+    device_ids, output_device, gradient_as_bucket_view: accepted for PyTorch's sake.
+    A model is where its parameters are, and gradients are always views.
+
     Each gradient that `backward` leaves is a view into a bucket, averaged over the
     ranks. What counts for `no_sync` is whether *forward* ran inside it.
 
@@ -148,7 +154,7 @@ class DistributedDataParallel(Module):
     def __init__(
         self,
         module: Module,
-        process_group: ProcessGroup,
+        process_group: ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
@@ -157,7 +163,11 @@ class DistributedDataParallel(Module):
         static_graph: bool = False,
         weight_by_batch: bool = False,
         nan: str = "ignore",
+        device_ids: Any = None,
+        output_device: Any = None,
+        gradient_as_bucket_view: bool = True,
     ):
+        process_group = process_group or default_group()
         refuse_nested(module)
         self.module = module
         self.process_group = process_group

@@ -10,9 +10,11 @@ Two families, because they ask for two different reactions:
         PeerMismatch     it is doing something else than this rank
       ReplicaError     the ranks' parameters differ: do not train on
       NonFiniteError   a gradient is infinite or no number, if that is to be an error
+      CheckpointError  this file is damaged, or no checkpoint: take another
 
 Rule.  OSError and struct.error never reach a user: they are mapped to one of these and
-kept as the cause (`raise ... from exc`).
+kept as the cause (`raise ... from exc`). What the system says of a file that the user
+named, such as FileNotFoundError, does.
 
 State afterwards.  After a UsageError nothing has happened: no byte was sent, no array
 was written. After a PeerError the process group is dead for good; every later call on
@@ -60,6 +62,10 @@ class ReplicaError(MindDPError):
 
 class NonFiniteError(MindDPError):
     """A gradient is not finite; raised on all ranks alike (DDP with nan="raise")."""
+
+
+class CheckpointError(MindDPError):
+    """A file cannot be read as a checkpoint: it is damaged or something else."""
 
 
 class PeerLost(PeerError):

@@ -106,8 +106,11 @@ class ProcessGroup:
     ):
         timeout = positive_seconds("timeout", timeout)
         deadline = Deadline(positive_seconds("rendezvous_timeout", rendezvous_timeout))
+        self._job = job
         self.rank, self.world_size = job.rank, job.world_size
         self.local_rank = job.local_rank
+        self.ranks = list(range(job.world_size))  # in the world; `split` has others
+        self._legend = ""  # says so in errors
         self.timeout = timeout
         self._sequence = self._messages = self._busy_ns = 0
         self._failure: PeerError | None = None
@@ -131,6 +134,14 @@ class ProcessGroup:
             raise
         self._control, self._alarm = rendezvous.control, rendezvous.alarm
         self._rendezvous = rendezvous
+        self._host = self._links.left.local_host  # where others of this job reach us
+        assert rendezvous.control.table, "it was waited for"
+        self._hosts = [host for host, _ in rendezvous.control.table]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed or aborted."""
+        return bool(self._closed)
 
     # ---- Collectives ----
 
@@ -240,14 +251,12 @@ class ProcessGroup:
         return work
 
     def _open_mailbox(self) -> Mailbox:
-        assert self._links, "a world of one has nobody to write to"
-        host = self._links.left.local_host
         mailbox = Mailbox(
             replace(self._rendezvous.me, role=MAIL),
             self._rendezvous.job.token,
             self.timeout,
             self._alarm,
-            open_port=partial(self._rendezvous.open_port, host),
+            open_port=partial(self._rendezvous.open_port, self._host),
             invite=self._control.invite,
             invitations=self._control.mailboxes,
             departed=self._control.departed,
@@ -255,6 +264,46 @@ class ProcessGroup:
         )
         self._control.mail_came = mailbox.wake
         return mailbox
+
+    # ---- Sub-groups ----
+
+    def split(self, color: int | None, key: int = 0) -> "ProcessGroup | None":
+        """A group of all ranks that give the same color, ordered by (key, rank).
+
+        Every rank of this group must call it; one that gives None gets None. The new
+        group has links, numbers and failures of its own.
+
+        Raises: UsageError; PeerError, of either group.
+        """
+        if color is not None:
+            color = whole("split: color", color, 0, 2**31 - 1)
+        n, r = self.world_size, self.rank
+        table = np.zeros((n, 3), np.int64)
+        table[r] = -1 if color is None else color, key, 0
+        self.all_gather(table)
+        members = [] if color is None else np.flatnonzero(table[:, 0] == color).tolist()
+        members.sort(key=lambda k: (table[k, 1], k))
+        leads = members[:1] == [r] and len(members) > 1
+        listener = self._rendezvous.open_port(self._host) if leads else None
+        table[r, 2] = listener.port if listener else 0
+        self.all_gather(table)
+        if not members:
+            return None
+        job = replace(
+            self._job,
+            rank=members.index(r),
+            world_size=len(members),
+            master_addr=self._hosts[members[0]],
+            master_port=int(table[members[0], 2]),
+            job_id=f"{self._job.job_id}/{self._sequence}/{color}",
+            listen_fd=os.dup(listener.fileno()) if listener else None,
+        )
+        if listener:
+            listener.close()
+        group = ProcessGroup(job, self.timeout, self.timeout)
+        group.ranks = [self.ranks[k] for k in members]
+        group._legend = f" (Ranks 0, 1, ... of this sub-group are {group.ranks}.)"
+        return group
 
     # ---- What it has cost ----
 
@@ -384,7 +433,9 @@ class ProcessGroup:
             if not isinstance(error, PeerError):
                 text = f"rank {self.rank} failed {where}: {error!r}"
                 error = PeerLost(text, self.rank)
-            self._failure = self._control.accuse(error)
+            verdict = self._control.accuse(error)
+            text = f"{verdict}{self._legend}"
+            self._failure = type(verdict)(text, verdict.culprit)
         return self._failure
 
     def abort(self, error: BaseException) -> None:

@@ -8,18 +8,21 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minddp"
 
 GROUND = ["errors", "environment"]
-COMPUTE = ["device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"]
+COMPUTE = [
+    *("device", "tensor_ops", "autograd", "functional", "creation", "nn", "optim"),
+    *("data", "checkpoint"),
+]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "mailbox", "group"),
+    *("rendezvous", "ring", "work", "mailbox", "group", "distributed"),
 ]
 MEET = [
     *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),
     *("reducer", "ddp", "powersgd", "local_sgd", "sync_batch_norm"),
 ]
 AROUND = [
-    *("progress", "relay", "supervise", "launch", "testing", "bench"),
-    *("__init__", "__main__"),
+    *("progress", "relay", "supervise", "launch", "multiprocessing", "testing"),
+    *("bench", "__init__", "__main__"),
 ]
 
 # A module may import those before it in a list that contains it.
