@@ -30,8 +30,9 @@ format: .venv/dev  ## let ruff lay out the code
 sizes: .venv/dev  ## code and prose lines of every module
 	@$(BIN)/python tools/sizes.py
 
-bench: .venv/viz  ## time the TCP ring's all-reduce on N local processes
+bench: .venv/viz  ## time all-reduce and a training step on N local processes
 	@$(BIN)/minddp bench all-reduce --nproc-per-node $(N)
+	@$(BIN)/minddp bench step --nproc-per-node $(N)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
