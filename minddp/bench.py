@@ -60,9 +60,10 @@ from minddp import nn
 from minddp.buckets import BUCKET_CAP_MB
 from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from minddp.device import Array, generator, manual_seed
+from minddp.environment import THREAD_VARIABLES
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup, init_process_group
-from minddp.launch import THREAD_VARIABLES, launch
+from minddp.launch import launch
 from minddp.optim import SGD
 from minddp.progress import progress
 from minddp.replicas import check_sync

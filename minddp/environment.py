@@ -43,6 +43,7 @@ from dataclasses import dataclass, field
 from minddp.errors import UsageError
 
 MOST_RANKS = 65_535  # a rank has two bytes on the wire
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 DEFAULT_PORT = 29500  # torchrun's; ranks started by mpiexec or srun must agree on one
 
 
@@ -134,6 +135,13 @@ def seat(
         _given(env, launcher.rank, "rank", rank),
         _given(env, launcher.world_size, "world_size", world_size),
     )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use; a container or `taskset` may leave only some."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # ---- What was given, and is it a number in its range? ----

@@ -39,14 +39,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from minddp.environment import DEFAULT_PORT, bare_address
+from minddp.environment import (
+    DEFAULT_PORT,
+    THREAD_VARIABLES,
+    bare_address,
+    usable_cores,
+)
 from minddp.errors import UsageError
 from minddp.net import listen
 from minddp.relay import ERR
 from minddp.supervise import Outcome, supervise
 
 LOOPBACK = "127.0.0.1"
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 FLAGS = (
     ("--nproc-per-node", int, 1, "ranks on this machine (default 1)"),
@@ -160,13 +164,6 @@ def rank_environments(
         }
         for local_rank, rank in enumerate(layout.ranks)
     ]
-
-
-def usable_cores() -> int:
-    """Cores that this process may use; a container or `taskset` may leave only some."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _check(

@@ -25,16 +25,14 @@ Left out: other start methods.
 """
 
 import json
-import multiprocessing
 import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection
 from typing import Any
 
+from minddp.environment import THREAD_VARIABLES, usable_cores
 from minddp.errors import MindDPError, PeerError, UsageError
-from minddp.launch import THREAD_VARIABLES, usable_cores
 
 GRACE_SECONDS = 2.0  # for the others to end by themselves, after the first has failed
 
@@ -69,6 +67,8 @@ class ProcessContext:
 
         Raises: ProcessRaisedException, ProcessExitedException, after all have ended.
         """
+        from multiprocessing import connection  # not before: it takes 10 ms
+
         end = None if timeout is None else time.monotonic() + timeout
         running = list(self.processes)
         while running and not any(p.exitcode for p in self.processes):
@@ -132,7 +132,9 @@ def spawn(
         raise UsageError(f"spawn: start_method={start_method!r}; only 'spawn' is safe")
     if nprocs < 1:
         raise UsageError(f"spawn: nprocs={nprocs}; at least 1 process must run")
-    context = multiprocessing.get_context("spawn")
+    from multiprocessing import get_context
+
+    context = get_context("spawn")
     processes, pipes = [], []
     share = str(max(1, usable_cores() // nprocs))
     ours = {name: os.environ.get(name) for name in THREAD_VARIABLES}

@@ -13,8 +13,8 @@ from minddp import bench
 from minddp import functional as F
 from minddp.bench import MODELS, WARM_UP_STEPS, Variant
 from minddp.device import manual_seed
+from minddp.environment import THREAD_VARIABLES
 from minddp.errors import ReplicaError, UsageError
-from minddp.launch import THREAD_VARIABLES
 from minddp.testing import run_groups
 
 

@@ -8,6 +8,7 @@ import pytest
 from commands import ROOT, run
 
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+TORCH_STYLE = sorted((ROOT / "examples" / "torch_style").glob("*.py"))
 
 
 def indented_blocks(docstring):
@@ -23,13 +24,13 @@ def indented_blocks(docstring):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_prints_what_its_docstring_says(example):
+@pytest.mark.parametrize("example", EXAMPLES + TORCH_STYLE, ids=lambda path: path.stem)
+def test_an_example_prints_what_its_docstring_says(example, tmp_path):
     (command,), promised = indented_blocks(
         ast.get_docstring(ast.parse(example.read_text()))
     )
     assert example.name in command
-    result = run(shlex.split(command))
+    result = run(shlex.split(command.replace("/tmp/", f"{tmp_path}/")))
     assert result.returncode == 0, result.stderr
     printed = result.stdout.splitlines()
     assert sorted(promised) == sorted(printed[-len(promised) :])
@@ -70,3 +71,15 @@ def test_examples_are_short_and_numbered_without_a_gap():
     ]
     for path in EXAMPLES:
         assert 30 <= len(Path(path).read_text().splitlines()) <= 80, path.name
+
+
+@pytest.mark.processes
+def test_a_snapshot_is_found_and_only_what_is_missing_is_trained(tmp_path):
+    def epochs(n):
+        script, file = "examples/torch_style/snapshots.py", str(tmp_path / "snapshot")
+        result = run(["minddp", "run", "-n", "2", script, str(n), "--snapshot", file])
+        assert result.returncode == 0, result.stderr
+        return [line.split(":")[0] for line in result.stdout.splitlines()]
+
+    assert epochs(2)[:2] == ["[rank 0] epoch 0", "[rank 0] epoch 1"]
+    assert epochs(3)[:2] == ["[rank 0] resuming after 2 epochs", "[rank 0] epoch 2"]
