@@ -33,6 +33,7 @@ Left out:
 """
 
 import gzip
+import logging
 import math
 import os
 import zlib
@@ -47,6 +48,8 @@ from minddp.autograd import Tensor, as_tensor
 from minddp.device import Array, generator
 from minddp.environment import seat
 from minddp.errors import UsageError
+
+log = logging.getLogger("minddp")
 
 # ---- Datasets ----
 
@@ -162,7 +165,8 @@ class DistributedSampler:
 
     Without num_replicas and rank it looks for the launcher's variables
     (environment.py), and without a launcher it takes itself for the only process. Call
-    `set_epoch` before each epoch, or every epoch has the order of the first.
+    `set_epoch` before each epoch, or every epoch has the order of the first, of which a
+    line in the log warns.
 
     In PyTorch: `torch.utils.data.DistributedSampler`, which has no pad=False.
     """
@@ -179,6 +183,7 @@ class DistributedSampler:
     ):
         self.dataset, self.shuffle, self.seed = dataset, shuffle, _whole("seed", seed)
         self.drop_last, self.pad, self.epoch = drop_last, pad, 0
+        self._used = -1  # the epoch of the latest order
         own_rank, world_size = seat() if None in (rank, num_replicas) else (0, 1)
         n = world_size if num_replicas is None else num_replicas
         self.num_replicas = _whole("num_replicas", n, least=1)
@@ -208,6 +213,13 @@ class DistributedSampler:
         return math.ceil(length / n) * n if self.pad else length
 
     def __iter__(self) -> Iterator[int]:
+        if self.shuffle and self._used == self.epoch:
+            log.warning(
+                "DistributedSampler gives the order of epoch %d once more; call "
+                "set_epoch(epoch) before each epoch, or all have the same order",
+                self.epoch,
+            )
+        self._used = self.epoch
         return iter(self.indices().tolist())
 
     def __len__(self) -> int:

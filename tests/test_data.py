@@ -287,3 +287,14 @@ def test_a_broken_gzip_file_is_refused_by_name(tmp_path):
         path.write_bytes(content)
         with pytest.raises(UsageError, match=r"labels\.gz"):
             load_idx(path)
+
+
+def test_the_same_order_once_more_is_warned_of(caplog):
+    sampler = DistributedSampler(range(10), 2, 0)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        list(sampler)
+    list(DistributedSampler(range(10), 2, 0, shuffle=False))
+    assert caplog.text == ""
+    list(sampler)
+    assert "order of epoch 2 once more" in caplog.text

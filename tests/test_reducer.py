@@ -695,3 +695,68 @@ def test_communication_that_backward_hides_is_counted_as_overlap():
 
     for overlap, comm in run_groups(2, body):
         assert overlap > comm / 4
+
+
+# ---- What users of such libraries have stumbled on ----
+
+
+def test_an_embedding_of_which_a_rank_uses_no_row_contributes_zeros():
+    def body(pg):
+        m = nn.Embedding(8, 2, dtype=DTYPE)
+        ddp = DistributedDataParallel(m, pg)
+        ids = np.array([5, 6, 5] if pg.rank == 0 else [], np.int64)
+        ddp(ids).sum().backward()
+        return m.weight.grad.data[:, 0].tolist()
+
+    assert run_groups(2, body) == [[0, 0, 0, 0, 0, 1.0, 0.5, 0]] * 2
+
+
+def test_gradients_of_gradients_are_refused_under_ddp():
+    def body(pg):
+        ddp = DistributedDataParallel(linear(), pg)
+        loss = ddp(ONE).sum()
+        with pytest.raises(UsageError, match="no gradients of gradients"):
+            loss.backward(create_graph=True)
+        loss.backward()  # nothing has happened before
+
+    run_groups(2, body)
+
+
+def test_a_rank_with_a_batch_too_many_ends_with_the_name_of_the_one_that_stopped():
+    def body(pg):
+        m = linear()
+        with pg:
+            ddp = DistributedDataParallel(m, pg)
+            for _ in range(5 + pg.rank):
+                ddp(ONE).sum().backward()
+
+    with pytest.raises(MindDPError) as caught:
+        run_groups(2, body)
+    on_0, on_1 = caught.value.of_ranks
+    assert isinstance(on_1, PeerLost)
+    assert on_1.culprit == 0
+    assert "rank 0 closed its group after" in str(on_1)
+
+
+def test_float16_sums_overflow_on_all_ranks_alike():
+    def body(pg):
+        x = np.full(3, 60_000.0, np.float16)
+        with np.errstate(over="ignore"):
+            pg.all_reduce(x)
+        return x.tolist()
+
+    assert run_groups(2, body) == [[float("inf")] * 3] * 2
+
+
+def test_optimizer_and_clipping_send_nothing_more():
+    def body(pg):
+        m = mlp()
+        ddp = DistributedDataParallel(m, pg)
+        optimizer = SGD(m.parameters(), lr=0.1)
+        ddp(np.ones((2, 4))).sum().backward()
+        before = pg.stats()["bytes_sent"]
+        nn.clip_grad_norm_(m.parameters(), 1.0)
+        optimizer.step()
+        return pg.stats()["bytes_sent"] - before
+
+    assert run_groups(2, body) == [0, 0]
