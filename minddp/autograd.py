@@ -24,7 +24,9 @@ Invariants.
 1.  A leaf's hooks run the moment its last use has delivered, not at the end: this is
     how a DDP can send late layers' gradients while early layers still compute.
 2.  The gradient of a leaf has its shape and dtype. Once there, its array is added to in
-    place and never replaced: a DDP may have made it a view into a bucket.
+    place and never replaced: a DDP may have made it a view into a bucket. An op may
+    write the first gradient of a leaf straight into its `grad_home`, which saves the
+    copy into that bucket.
 3.  An array that an op handed out is not written to, for others may hold it as well.
 4.  References point from results to inputs only. Without cycles, an array is freed when
     its last user lets go, with no need of the garbage collector.
@@ -279,7 +281,10 @@ def _step(
 ) -> None:
     """Run one op backward and deliver what it hands back."""
     assert node.op is not None, "checked by _reachable"
-    for target, gx in zip(node.targets, node.op.backward(gy), strict=True):
+    node.op.homes = [_home(target) for target in node.targets]
+    # The last input first: a layer's bias, then its weight, the reverse of definition.
+    pairs = list(zip(node.targets, node.op.backward(gy), strict=True))
+    for target, gx in reversed(pairs):
         if isinstance(target, Tensor):
             _accumulate(target, gx, adopt=gx is not gy)
             uses[target] -= 1
@@ -290,11 +295,20 @@ def _step(
             gradients[target] = gradients[target] + gx if target in gradients else gx
 
 
+def _home(target: Node | Tensor | None) -> Array | None:
+    """Where the first gradient of a leaf is at home, if it has such a place."""
+    if isinstance(target, Tensor) and target.grad is None:
+        return target.grad_home
+    return None
+
+
 def _accumulate(leaf: Tensor, gx: Array, adopt: bool) -> None:
     """Add gx to the leaf's gradient; adopt the first if nobody else can hold it."""
     assert gx.shape == leaf.data.shape, f"got {gx.shape} for leaf {leaf.data.shape}"
     if leaf.grad is not None:
         leaf.grad.data += gx
+    elif gx is leaf.grad_home:
+        leaf.grad = Tensor(gx)
     elif adopt and gx.dtype == leaf.data.dtype and _owns_memory(gx):
         leaf.grad = Tensor(gx)
     else:
@@ -333,18 +347,23 @@ class Tensor:
     data            the array, NumPy or CuPy, shared with whoever passed it in
     requires_grad   whether ops on it are recorded
     grad            None, or after backward, for a leaf, a Tensor of the same shape
+    grad_home       None, or the array that backward may write that gradient into
 
     Names and arguments are those of `torch.Tensor`. Where it differs: `max` and `min`
     give values only (`amax`, `amin`), dtypes are NumPy's, and a number never loses its
     fraction by being written into integers.
     """
 
-    __slots__ = ("__weakref__", "_hooks", "_node", "_requires_grad", "data", "grad")
+    __slots__ = (
+        *("__weakref__", "_hooks", "_node", "_requires_grad"),
+        *("data", "grad", "grad_home"),
+    )
     __array_ufunc__ = None  # so that `array * tensor` comes here, to __rmul__
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None):
         self.data = _as_array(data, dtype)
         self.grad: Tensor | None = None
+        self.grad_home: Array | None = None
         self._requires_grad = False
         self._node: Node | None = None
         self._hooks: dict[object, Callable[[Tensor], Any]] | None = None
@@ -361,6 +380,7 @@ class Tensor:
         values = {
             "data": self.data,
             "grad": self.grad,
+            "grad_home": None,
             "_requires_grad": self._requires_grad,
             "_node": None,
             "_hooks": None,

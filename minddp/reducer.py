@@ -231,6 +231,8 @@ class Reducer:
             for bucket, group in zip(self.buckets, groups, strict=True)
             for slot, i in enumerate(group)
         }
+        for i, (bucket, slot) in self.place.items():
+            self.parameters[i].grad_home = bucket.views[slot]
 
     def rebuild_buckets(self) -> None:
         """Once, after the first backward: in the order in which one rank got gradients.

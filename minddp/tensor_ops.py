@@ -72,6 +72,7 @@ class Op:
     """One formula with its derivative, used for one forward and its backward."""
 
     needs: Sequence[bool] = (True, True, True)  # which inputs want a gradient
+    homes: Sequence[Array | None] = (None, None, None)  # where it may be written to
     forward: Callable[..., Array]
     backward: Callable[[Array], Grads]
 
@@ -640,7 +641,10 @@ class Linear(Op):
         x, W, rows = self.x, self.W, math.prod(self.x.shape[:-1])
         g = gy.reshape(rows, W.shape[0])
         gx = gy @ W if self.needs[0] else None
-        gW = g.T @ x.reshape(rows, W.shape[1]) if self.needs[1] else None
+        gW = None
+        if self.needs[1]:
+            xp, home = array_module(g), self.homes[1]
+            gW = xp.matmul(g.T, x.reshape(rows, W.shape[1]), out=home)
         return (gx, gW, g.sum(axis=0)) if self.has_bias else (gx, gW)
 
 

@@ -6,8 +6,11 @@
 
 Rule 1.  Collectives are performed in the order in which they were submitted, one at a
          time. Ranks that submit in the same order therefore meet in the same order.
-Rule 2.  A Work holds the arrays that it reads and writes: the caller may forget them.
-Rule 3.  An error is kept and raised by `wait`. The group is dead then, so every Work
+Rule 2.  Who waits, helps: `wait` performs what is pending before its Work, and that
+         itself, unless the comm thread is at it. Waking a thread takes 0.1 to 0.5 ms,
+         as long as a small all-reduce.
+Rule 3.  A Work holds the arrays that it reads and writes: the caller may forget them.
+Rule 4.  An error is kept and raised by `wait`. The group is dead then, so every Work
          behind it ends with the same error.
 
 In PyTorch: `c10d::Work`, and the threads of ProcessGroupGloo, which has two: the order
@@ -32,6 +35,7 @@ class Work:
         self._perform: Callable[[], None] | None = perform
         self._ended = threading.Event()
         self._error: BaseException | None = None
+        self.queue: WorkQueue | None = None  # in which it waits for its turn
 
     def run(self) -> None:
         """Perform it in this thread. Never raises; `wait` does."""
@@ -62,6 +66,8 @@ class Work:
 
         Raises: the error with which it ended.
         """
+        if self.queue:
+            self.queue.help(self)
         self._ended.wait()
         error = self._error
         if isinstance(error, PeerError):
@@ -96,6 +102,7 @@ class WorkQueue:
 
     def __init__(self) -> None:
         self._pending: deque[Work] = deque()  # the first of them is being performed
+        self._turn = threading.Lock()  # whose holder performs the first
         self._changed = threading.Condition()
         self._ending = False
         self._thread: threading.Thread | None = None
@@ -106,6 +113,7 @@ class WorkQueue:
         return not self._pending
 
     def submit(self, work: Work) -> None:
+        work.queue = self
         with self._changed:
             self._pending.append(work)
             self._changed.notify_all()
@@ -123,14 +131,23 @@ class WorkQueue:
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _run(self) -> None:
-        while work := self._next():
-            work.run()
-            with self._changed:
-                self._pending.popleft()
+    def help(self, work: Work) -> None:
+        """Perform, in this thread, what is pending up to this work."""
+        while not work.is_completed():
+            self._perform_first()
 
-    def _next(self) -> Work | None:
-        """The work to perform next; None once there will be no more."""
+    def _run(self) -> None:
+        while self._wait_for_work():
+            self._perform_first()
+
+    def _wait_for_work(self) -> bool:
+        """False once there will be no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self._ending)
-            return self._pending[0] if self._pending else None
+            return bool(self._pending)
+
+    def _perform_first(self) -> None:
+        with self._turn:
+            if self._pending:
+                self._pending[0].run()
+                self._pending.popleft()

@@ -576,6 +576,7 @@ CALLS = {
     "F.where": lambda x: F.where([True, False], x, 2.0),
     "F.cat": lambda x: F.cat([x, x]),
     "F.stack": lambda x: F.stack([x, x]),
+    "F.batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
 }
 # Positions and classes cannot move a little, so they have no gradient.
 NOT_DIFFERENTIABLE = ["Tensor.argmax", "Tensor.long", "F.one_hot"]
@@ -781,3 +782,54 @@ def test_a_tensor_is_compared_with_numbers_and_is_simply_unequal_to_none():
     assert (x != x).tolist() == [False, False]
     assert (x == None) is False and (x != None) is True  # noqa: E711
     assert (x == "cpu") is False
+
+
+# ---- A place for gradients ----
+
+
+def with_home(x):
+    t = leaf(x)
+    t.grad_home = np.full(t.shape, np.nan)
+    return t
+
+
+def test_a_layers_first_gradient_is_written_where_it_is_at_home():
+    W = with_home([[1.0, 2.0]])
+    for _ in range(2):
+        F.linear([[3.0, 4.0]], W).sum().backward()
+        assert W.grad.data is W.grad_home
+    assert W.grad_home.tolist() == [[6.0, 8.0]], "the second has been added"
+
+
+def test_a_weight_used_twice_gets_both_gradients_at_its_home():
+    W = with_home([[2.0, 0.0], [0.0, 3.0]])
+    F.linear(F.linear([[1.0, 1.0]], W), W).sum().backward()
+    other = leaf([[2.0, 0.0], [0.0, 3.0]])
+    F.linear(F.linear([[1.0, 1.0]], other), other).sum().backward()
+    assert W.grad.data is W.grad_home
+    assert W.grad_home.tolist() == other.grad.tolist()
+
+
+def test_a_home_of_another_dtype_than_the_arithmetic_is_as_good():
+    W = Tensor(np.ones((1, 2), np.float32), requires_grad=True)
+    W.grad_home = np.zeros((1, 2), np.float32)
+    F.linear(np.array([[3.0, 4.0]]), W).sum().backward()
+    assert W.grad.data is W.grad_home
+    assert W.grad.tolist() == [[3.0, 4.0]]
+
+
+def test_other_ops_leave_the_home_alone_and_a_copy_has_none():
+    W = with_home([1.0, 2.0])
+    (W * W).sum().backward()
+    assert W.grad.tolist() == [2.0, 4.0]
+    assert np.isnan(W.grad_home).all()
+    assert copy.deepcopy(W).grad_home is None
+
+
+def test_the_last_input_of_an_op_gets_its_gradient_first():
+    order = []
+    W, b = leaf([[1.0]]), leaf([1.0])
+    for name, t in (("W", W), ("b", b)):
+        t.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    F.linear([[1.0]], W, b).sum().backward()
+    assert order == ["b", "W"]

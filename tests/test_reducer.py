@@ -167,6 +167,23 @@ def test_gradients_are_views_into_the_buckets_before_and_after_the_rebuild():
     run_groups(2, body)
 
 
+def test_a_layers_gradient_is_computed_in_its_bucket_and_never_copied():
+    def body(pg):
+        m = mlp()
+        at_home = []
+        for p in (m[0].weight, m[4].weight):
+            p.register_post_accumulate_grad_hook(
+                lambda p: at_home.append(p.grad.data is p.grad_home)
+            )  # called before the hook of DDP
+        ddp = TinyBuckets(m, pg)
+        for _ in range(2):  # before and after the rebuild
+            ddp.zero_grad()
+            ddp(np.ones((2, 4))).sum().backward()
+        return at_home
+
+    assert run_groups(2, body) == [[True] * 4] * 2
+
+
 def test_many_small_parameters_cost_as_many_messages_as_there_are_buckets():
     def body(pg):
         m = nn.Sequential(*(nn.Linear(3, 3) for _ in range(100)))

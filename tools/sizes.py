@@ -19,33 +19,21 @@ START, END = "<!-- sizes -->", "<!-- end of sizes -->"
 # The order in which to read.
 PARTS = {
     "What teaches DDP": [
-        *("frame", "handshake", "net", "lobby", "verdict", "control"),
-        *(
-            "rendezvous",
-            "ring",
-            "work",
-            "group",
-            "replicas",
-            "buckets",
-            "comm_hooks",
-            "ddp",
-        ),
+        *("frame", "handshake", "net", "lobby", "verdict", "control", "rendezvous"),
+        *("ring", "work", "group", "replicas", "buckets", "comm_hooks", "join"),
+        *("reducer", "ddp"),
+    ],
+    "More of DDP": [
+        *("mailbox", "distributed", "bfloat16", "powersgd", "local_sgd"),
+        *("nonfinite", "ddp_logger", "sync_batch_norm"),
     ],
     "The engine": [
-        *("device", "tensor_ops", "autograd", "functional", "nn", "optim", "data"),
+        *("device", "tensor_ops", "autograd", "functional", "creation", "nn", "optim"),
+        *("data", "checkpoint"),
     ],
     "Around them": [
-        *(
-            "errors",
-            "environment",
-            "launch",
-            "supervise",
-            "relay",
-            "progress",
-            "testing",
-            "bench",
-        ),
-        *("__init__", "__main__"),
+        *("errors", "environment", "launch", "supervise", "relay", "progress"),
+        *("multiprocessing", "testing", "bench", "__init__", "__main__"),
     ],
 }
 NOISE = {
