@@ -2,18 +2,18 @@
 
     minddp run -n 2 examples/10_rebuild.py
 
-The first plan assumes that backward meets parameters in the reverse of definition.
-Within a layer it does not: a linear op hands back the weight before the bias. It
-prints:
+The first plan assumes that backward meets parameters in the reverse of definition. Here
+the head is defined first and used last, so its gradients come first, but the plan has
+them in the last bucket: nothing could leave before backward has ended. It prints:
 
     [rank 0] bucket        bytes  parameters
-    [rank 0]      0        5,672  2.bias, 2.weight, 0.bias
-    [rank 0]      1       32,768  0.weight
+    [rank 0]      0       33,280  body.bias, body.weight
+    [rank 0]      1        5,160  head.bias, head.weight
     [rank 0] after the first backward, in the order in which gradients came
     [rank 0] bucket        bytes  parameters
-    [rank 0]      0       37,928  2.weight, 2.bias, 0.weight
-    [rank 0]      1          512  0.bias
-    [rank 0] loss 0.17 after 48 steps
+    [rank 0]      0        5,672  head.bias, head.weight, body.bias
+    [rank 0]      1       32,768  body.weight
+    [rank 0] loss 0.13 after 48 steps
 """
 
 import minddp
@@ -25,10 +25,19 @@ from minddp.ddp import DistributedDataParallel as DDP
 EPOCHS = 2
 BATCH = 60  # of all ranks together
 
+
+class HeadFirst(nn.Module):
+    def __init__(self):
+        self.head = nn.Linear(128, 10)
+        self.body = nn.Linear(64, 128)
+
+    def forward(self, x):
+        return self.head(F.relu(self.body(x)))
+
+
 pg = minddp.init_process_group()
 minddp.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-model = DDP(model, pg, bucket_cap_mb=0.005)
+model = DDP(HeadFirst(), pg, bucket_cap_mb=0.005)
 if pg.rank == 0:
     print(model.describe())
 optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -13,11 +13,12 @@ To read, from the bottom up (docs/ leads through it):
     functional   functions on tensors      verdict      who failed first
     nn, optim    models that learn         control      failing and leaving together
     data         batches, and whose        rendezvous   how ranks find one another
-                                           ring         how n ranks add
-                                           group        collectives in one order
-                            `------>  ddp  <------'
+    creation     tensors from nothing      ring         how n ranks add
+    checkpoint   to a file and back        group        collectives in one order
+                            `-->  reducer, ddp  <--'
 
-The two columns know nothing of each other. They meet in `ddp`.
+The two columns know nothing of each other. They meet in `ddp`. To run a script that was
+written for PyTorch: `import minddp as torch`, `import minddp.distributed as dist`.
 """
 
 from minddp import data, distributed, functional, nn, optim

@@ -17,6 +17,7 @@ minddp: distributed data-parallel training, small enough to read
 
   minddp run -n 2 train.py ...    run a script as the ranks of one job
   minddp bench all-reduce ...     time the ring's all-reduce
+  minddp bench step ...           time whole training steps
 
   minddp COMMAND --help           the options of a command
   minddp --version
