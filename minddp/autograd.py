@@ -307,9 +307,9 @@ def _accumulate(leaf: Tensor, gx: Array, adopt: bool) -> None:
     assert gx.shape == leaf.data.shape, f"got {gx.shape} for leaf {leaf.data.shape}"
     if leaf.grad is not None:
         leaf.grad.data += gx
-    elif gx is leaf.grad_home:
-        leaf.grad = Tensor(gx)
-    elif adopt and gx.dtype == leaf.data.dtype and _owns_memory(gx):
+    elif gx is leaf.grad_home or (
+        adopt and gx.dtype == leaf.data.dtype and _owns_memory(gx)
+    ):
         leaf.grad = Tensor(gx)
     else:
         leaf.grad = Tensor(array_module(leaf.data).array(gx, leaf.data.dtype))
