@@ -9,8 +9,8 @@ PACKAGE = Path(__file__).parent.parent / "minddp"
 
 GROUND = ["errors", "environment"]
 COMPUTE = [
-    *("device", "tensor_ops", "autograd", "functional", "creation", "nn", "optim"),
-    *("data", "checkpoint"),
+    *("device", "tensor_ops", "autograd", "functional", "creation", "module"),
+    *("nn", "optim", "data", "checkpoint"),
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),

@@ -28,8 +28,8 @@ PARTS = {
         *("nonfinite", "ddp_logger", "sync_batch_norm"),
     ],
     "The engine": [
-        *("device", "tensor_ops", "autograd", "functional", "creation", "nn", "optim"),
-        *("data", "checkpoint"),
+        *("device", "tensor_ops", "autograd", "functional", "creation", "module", "nn"),
+        *("optim", "data", "checkpoint"),
     ],
     "Around them": [
         *("errors", "environment", "launch", "supervise", "relay", "progress"),
