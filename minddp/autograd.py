@@ -30,6 +30,8 @@ Invariants.
 3.  An array that an op handed out is not written to, for others may hold it as well.
 4.  References point from results to inputs only. Without cycles, an array is freed when
     its last user lets go, with no need of the garbage collector.
+5.  What an op has kept for backward is not written to in between, or backward raises
+    (`note_write`).
 
 Cost.  About 5 us per recorded op, forward and backward together, plus the arithmetic.
 
@@ -38,7 +40,8 @@ serial number, `sequence_nr`.
 
 Left out:
 - gradients of gradients: backward works on arrays, which record nothing;
-- a version counter: do not change an array between forward and backward;
+- writes that go past the Tensor, `x.data[0] = 1`: they are not seen, and an op that had
+  kept the old values computes with the new ones;
 - gradients of intermediate results: only leaves keep theirs.
 """
 
@@ -50,6 +53,7 @@ import itertools
 import math
 import reprlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
 from operator import attrgetter, index
@@ -58,7 +62,14 @@ from typing import Any
 import numpy as np
 
 from minddp import tensor_ops as ops
-from minddp.device import Array, Device, array_module, device_of, to_host
+from minddp.device import (
+    Array,
+    Device,
+    array_module,
+    device_of,
+    generator,
+    to_host,
+)
 from minddp.errors import UsageError
 
 # ---- Recording ----
@@ -131,12 +142,13 @@ class Node:
     In PyTorch: `torch::autograd::Node`, what `tensor.grad_fn` shows.
     """
 
-    __slots__ = ("op", "serial", "targets")
+    __slots__ = ("op", "serial", "targets", "writes")
 
     def __init__(self, op: ops.Op, targets: tuple[Node | Tensor | None, ...]):
         self.op: ops.Op | None = op
         self.targets = targets
         self.serial = next(_serials)
+        self.writes = _writes.count  # so many had been before it was made
 
     def release(self) -> None:
         """Let go of the arrays that the op kept and of the graph behind it."""
@@ -175,6 +187,56 @@ def _forward(op: ops.Op, arrays: list[Array]) -> Array:
 def _target(x: Tensor) -> Node | Tensor | None:
     """Where x's gradient goes: to the node that made x, to the leaf x, or nowhere."""
     return (x._node or x) if x._requires_grad else None
+
+
+# ---- Writes between forward and backward ----
+
+
+class _Writes:
+    """When arrays were last written to in place: by number, 1 for the first write.
+
+    By the array that owns the memory, since a view of it may be what an op has kept.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._latest: dict[int, tuple[Any, int]] = {}  # id -> (weak reference, number)
+
+    def note(self, x: Array) -> None:
+        owner = _owner(x)
+        key = id(owner)
+        self.count += 1
+        try:
+            seen = weakref.ref(owner, lambda _: self._latest.pop(key, None))
+        except TypeError:  # memory that is not an array's
+            return
+        self._latest[key] = seen, self.count
+
+    def latest(self, x: Array) -> int:
+        """The number of the latest write to x, 0 if there was none."""
+        return self._latest.get(id(_owner(x)), (None, 0))[1]
+
+
+_writes = _Writes()
+note_write = _writes.note  # called by whoever writes to a tensor's array in place
+
+
+def _owner(x: Array) -> Any:
+    """The array that owns the memory which x is a view of."""
+    while getattr(x, "base", None) is not None:
+        x = x.base
+    return x
+
+
+def _check_unwritten(node: Node) -> None:
+    """Raises: UsageError if what this op has kept was written to after it ran."""
+    for kept in vars(node.op).values():
+        if hasattr(kept, "dtype") and _writes.latest(kept) > node.writes:
+            raise UsageError(
+                f"backward of {type(node.op).__name__}: an array of shape {kept.shape} "
+                "that it needs was modified in place after forward, so its gradient "
+                "would be wrong. Modify a copy, x.clone(), or do it after backward."
+            )
 
 
 # ---- Replaying ----
@@ -281,6 +343,8 @@ def _step(
 ) -> None:
     """Run one op backward and deliver what it hands back."""
     assert node.op is not None, "checked by _reachable"
+    if node.writes != _writes.count:
+        _check_unwritten(node)
     node.op.homes = [_home(target) for target in node.targets]
     # The last input first: a layer's bias, then its weight, the reverse of definition.
     pairs = list(zip(node.targets, node.op.backward(gy), strict=True))
@@ -336,6 +400,72 @@ class RemovableHandle:
     def remove(self) -> None:
         """The hook is not called any more; a second remove does nothing."""
         self._hooks.pop(self._key, None)
+
+
+# ---- Computing again instead of keeping ----
+
+
+class _Recompute(ops.Op):
+    """A function as one op that keeps its inputs only, and runs again in backward."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]):
+        self.function, self.inputs = function, inputs
+        self.random = generator().bit_generator.state
+
+    def forward(self, *arrays: Array) -> Array:
+        with no_grad():
+            y = self.function(*self.inputs)
+        if not isinstance(y, Tensor):
+            raise UsageError(
+                f"checkpoint: the function must return one Tensor, not {type(y)}"
+            )
+        return y.data
+
+    def backward(self, gy: Array) -> ops.Grads:
+        inputs = [
+            x.detach().requires_grad_(x._requires_grad) if isinstance(x, Tensor) else x
+            for x in self.inputs
+        ]
+        random = generator().bit_generator
+        now, random.state = random.state, self.random  # dropout is to drop the same
+        _state.recording = True
+        try:
+            y = self.function(*inputs)
+        finally:
+            _state.recording = False
+            random.state = now
+        if y._requires_grad:
+            backward(y, gy, retain_graph=False)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        for x in tensors:
+            if x._requires_grad and x.grad is None:  # the function did not use it
+                x.grad = Tensor(array_module(x.data).zeros_like(x.data))
+        return tuple([x.grad.data if x.grad is not None else None for x in tensors])
+
+
+def checkpoint(
+    function: Callable[..., Tensor], *inputs: Any, use_reentrant: bool = True
+) -> Tensor:
+    """function(*inputs), of which only the inputs are kept: backward computes it again.
+
+    The memory of one more forward in exchange for its time. `function` returns one
+    Tensor, and gives the same when it runs again; random numbers are repeated.
+
+    Parameters inside get their gradients in a backward within backward. Under DDP one
+    that is also used elsewhere needs static_graph=True. `use_reentrant` is accepted for
+    PyTorch's sake.
+
+    In PyTorch: `torch.utils.checkpoint.checkpoint`.
+    """
+    if not _state.recording:
+        return function(*inputs)
+    op = _Recompute(function, inputs)
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    y = Tensor(_forward(op, [x.data for x in tensors]))
+    if y.dtype.kind == "f":  # whatever the inputs are, parameters may be inside
+        y._requires_grad = True
+        y._node = Node(op, tuple([_target(x) for x in tensors]))
+    return y
 
 
 # ---- Tensor ----
@@ -460,6 +590,30 @@ class Tensor:
             self._hooks = {}
         return RemovableHandle(self._hooks, hook)
 
+    def graph(self) -> str:
+        """How this tensor was computed, in Graphviz' DOT language.
+
+        Boxes are ops, with their serial numbers, which backward runs from the highest
+        down; ovals are leaves that get a gradient. To see it: `dot -Tsvg`, or
+        `graphviz.Source(y.graph())` in a notebook.
+        """
+        lines = ["digraph {", "  rankdir=BT", f'  y [label="{self.shape}"]']
+        nodes, leaves = _reachable(self._node) if self._node else ([], {})
+        names: dict[Any, str] = {node: f"op{node.serial}" for node in nodes}
+        names |= {leaf: f"leaf{i}" for i, leaf in enumerate(leaves)}
+        for node in nodes:
+            label = f"{type(node.op).__name__} #{node.serial}"
+            lines.append(f'  {names[node]} [shape=box label="{label}"]')
+        for leaf in leaves:
+            kind = f"{type(leaf).__name__} {leaf.shape}"
+            lines.append(f'  {names[leaf]} [label="{kind}"]')
+        for node in nodes:
+            lines += [
+                f"  {names[t]} -> {names[node]}" for t in node.targets if t in names
+            ]
+        lines += [f"  {names[self._node]} -> y"] if self._node else []
+        return "\n".join([*lines, "}"])
+
     def detach(self) -> Tensor:
         """A leaf without gradient that shares this tensor's array."""
         return Tensor(self.data)
@@ -519,6 +673,7 @@ class Tensor:
     def zero_(self) -> Tensor:
         """Fill with zeros in place; not recorded."""
         self.data[...] = 0
+        note_write(self.data)
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -629,6 +784,7 @@ class Tensor:
             )
         try:
             self.data[index] = y
+            note_write(self.data)
         except (ValueError, IndexError) as exc:
             raise UsageError(
                 f"{y.shape} cannot be written into a tensor of {self.shape}: {exc}"

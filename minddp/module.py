@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from minddp.autograd import Tensor, as_tensor, device_or_dtype
+from minddp.autograd import Tensor, as_tensor, device_or_dtype, note_write
 from minddp.device import Array, Device
 from minddp.errors import UsageError
 
@@ -142,6 +142,7 @@ class Module:
             )
         for name in shared:
             own[name].data[...] = own[name].device.put(as_tensor(state[name]).data)
+            note_write(own[name].data)
         return missing, unexpected
 
     # -- settings for all below --

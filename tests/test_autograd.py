@@ -583,7 +583,7 @@ NOT_DIFFERENTIABLE = ["Tensor.argmax", "Tensor.long", "F.one_hot"]
 # These return no function of the values.
 OTHERS = [
     "backward", "detach", "dim", "size", "item", "numel", "numpy", "tolist", "zero_",
-    "register_post_accumulate_grad_hook", "requires_grad_",
+    "register_post_accumulate_grad_hook", "requires_grad_", "graph",
 ]  # fmt: skip
 
 
