@@ -25,8 +25,7 @@ Worked example.  Ranks 1 and 2 of 3 add what they have; rank 0 looks on:
 
 In PyTorch: torch/distributed/distributed_c10d.py.
 
-Left out: `gather`, `scatter`, `reduce`, `all_to_all`; stores; objects (they are pickled
-there). `backend` is accepted, whatever it is: there is one, called "tcp".
+Left out: `all_to_all`; stores; objects (they are pickled there). `backend` is accepted, whatever it is: there is one, called "tcp".
 """
 
 from collections.abc import Sequence
@@ -201,17 +200,57 @@ def all_gather(tensor_list: Sequence[Any], tensor: Any, group: Group = None) -> 
     """tensor_list[r] becomes the tensor of the group's rank r; all of one shape."""
     if not (member := _member(group)):
         return
-    mine, lists = _array(tensor), [_array(t) for t in tensor_list]
-    if [x.shape for x in lists] != [mine.shape] * member.world_size:
-        raise UsageError(
-            f"all_gather: tensor_list must hold {member.world_size} tensors of shape "
-            f"{mine.shape}, not {[x.shape for x in lists]}"
-        )
+    mine = _array(tensor)
+    rows = _rows("all_gather", tensor_list, mine, member)
     table = np.empty((member.world_size, *mine.shape), mine.dtype)
     table[member.rank] = mine
     member.all_gather(table)
-    for x, row in zip(lists, table, strict=True):
+    for x, row in zip(rows, table, strict=True):
         x[...] = row
+
+
+def reduce(tensor: Any, dst: int, op: str = ReduceOp.SUM, group: Group = None) -> None:
+    """`tensor` becomes the reduction over the group on rank dst, and stays elsewhere."""
+    if member := _member(group):
+        member.reduce(_array(tensor), _place(member, dst), op)
+
+
+def gather(
+    tensor: Any,
+    gather_list: Sequence[Any] | None = None,
+    dst: int = 0,
+    group: Group = None,
+) -> None:
+    """On rank dst, gather_list[r] becomes the tensor of the group's rank r."""
+    if not (member := _member(group)):
+        return
+    mine, root = _array(tensor), _place(member, dst)
+    rows: list[Any] = []
+    if member.rank == root:
+        rows = _rows("gather", gather_list or (), mine, member)
+    table = np.empty((member.world_size, *mine.shape), mine.dtype)
+    table[member.rank] = mine
+    member.gather(table, root)
+    for x, row in zip(rows, table, strict=False):
+        x[...] = row
+
+
+def scatter(
+    tensor: Any,
+    scatter_list: Sequence[Any] | None = None,
+    src: int = 0,
+    group: Group = None,
+) -> None:
+    """`tensor` becomes scatter_list[r] of rank src, on the group's rank r."""
+    if not (member := _member(group)):
+        return
+    mine, root = _array(tensor), _place(member, src)
+    table = np.empty((member.world_size, *mine.shape), mine.dtype)
+    if member.rank == root:
+        rows = _rows("scatter", scatter_list or (), mine, member)
+        table[...] = np.stack(rows)
+    member.scatter(table, root)
+    mine[...] = table[member.rank]
 
 
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:
@@ -257,6 +296,19 @@ def irecv(
 
 
 # ---- What is meant ----
+
+
+def _rows(
+    verb: str, tensors: Sequence[Any], mine: Any, member: ProcessGroup
+) -> list[Any]:
+    """The arrays of a list that has one for each rank, all like this rank's."""
+    rows = [_array(t) for t in tensors]
+    if [x.shape for x in rows] != [mine.shape] * member.world_size:
+        raise UsageError(
+            f"{verb}: the list must hold {member.world_size} tensors of shape "
+            f"{mine.shape}, not {[x.shape for x in rows]}"
+        )
+    return rows
 
 
 def _member(group: Group) -> ProcessGroup | None:

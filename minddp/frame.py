@@ -51,8 +51,9 @@ CONTROL_LIMIT = 1 << 20  # bytes of JSON; the table of 10,000 ranks has about 40
 # A code is a position in its table, and 0 stands for "does not apply".
 OPS = (
     *("", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"),
-    "send",
+    *("send", "reduce", "gather", "scatter", "all_to_all"),
 )
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 REDUCTIONS = ("", "sum", "avg", "min", "max", "prod")
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
@@ -146,7 +147,7 @@ class Header:
         if self.op == "barrier":
             return what
         notes = [self.reduce] if self.reduce else []
-        notes += [f"root {self.root}"] if self.op == "broadcast" else []
+        notes += [f"root {self.root}"] if self.op in ROOTED else []
         number = "tag" if self.op == "send" else "bucket"
         notes += [f"{number} {self.bucket}"] if self.bucket >= 0 else []
         return f"{what} of {self.count:,} {self.dtype}" + (

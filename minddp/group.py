@@ -33,6 +33,7 @@ Left out: GPU arrays, which have to be copied to the host first.
 """
 
 import atexit
+import json
 import operator
 import os
 import sys
@@ -46,7 +47,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from minddp import ring
+from minddp import ring, rooted
 from minddp.bfloat16 import BFLOAT16
 from minddp.environment import Job, from_environment
 from minddp.errors import (
@@ -197,6 +198,71 @@ class ProcessGroup:
         """`array` becomes the root's, bit for bit. Raises: as all_reduce."""
         root = whole("broadcast from root", root, 0, self.world_size - 1)
         return self._collective(ring.broadcast, array, root=root, async_op=async_op)
+
+    def reduce(
+        self, array: Array, root: int = 0, op: str = "sum", async_op: bool = False
+    ) -> Work:
+        """The root's `array` becomes the reduction of all; the others' stays as it was.
+
+        Raises: as all_reduce.
+        """
+        check_reduction("reduce", array, op)
+        root = whole("reduce to root", root, 0, self.world_size - 1)
+        return self._collective(
+            rooted.reduce, array, reduce=op, root=root, async_op=async_op
+        )
+
+    def gather(self, array: Array, root: int = 0, async_op: bool = False) -> Work:
+        """The root gets every rank's chunk of the flattened `array` into its own.
+
+        Every rank gives an array of the full size; that of other ranks than the root is
+        not written to. Raises: as all_reduce.
+        """
+        root = whole("gather to root", root, 0, self.world_size - 1)
+        return self._collective(rooted.gather, array, root=root, async_op=async_op)
+
+    def scatter(self, array: Array, root: int = 0, async_op: bool = False) -> Work:
+        """Every rank gets its chunk of the root's flattened `array` into its own.
+
+        What is written is that chunk only. Undoes `gather`. Raises: as all_reduce.
+        """
+        root = whole("scatter from root", root, 0, self.world_size - 1)
+        return self._collective(rooted.scatter, array, root=root, async_op=async_op)
+
+    def all_to_all(self, array: Array, async_op: bool = False) -> Work:
+        """Chunk k of rank r and chunk r of rank k change places, for all k and r.
+
+        array: its size is a multiple of the world size; with n rows, row k is what this
+        rank has for rank k, and then what it got from rank k. Raises: as all_reduce.
+        """
+        check_array("all_to_all", array)
+        if array.size % self.world_size:
+            raise UsageError(
+                f"all_to_all of {array.size} elements: the size must be a multiple of "
+                f"the {self.world_size} ranks, so that all chunks are alike"
+            )
+        return self._collective(rooted.all_to_all, array, async_op=async_op)
+
+    def broadcast_object(self, content: Any = None, root: int = 0) -> Any:
+        """What the root has given, on all ranks: anything that JSON can say.
+
+        Tuples become lists, and keys strings. Raises: UsageError on the root, and then
+        PeerLost on the others; PeerError.
+        """
+        root = whole("broadcast_object from root", root, 0, self.world_size - 1)
+        text = b""
+        if self.rank == root:
+            try:
+                text = json.dumps(content).encode()
+            except (TypeError, ValueError, RecursionError) as exc:
+                raise UsageError(
+                    f"broadcast_object: JSON cannot say this: {exc}"
+                ) from exc
+        length = np.array(len(text))
+        self.broadcast(length, root)
+        payload = np.frombuffer(bytearray(text or bytes(int(length))), np.uint8)
+        self.broadcast(payload, root)
+        return json.loads(payload.tobytes())
 
     def barrier(self, async_op: bool = False) -> Work:
         """Returns when all ranks have entered. Raises: PeerError."""

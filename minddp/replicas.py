@@ -48,7 +48,7 @@ def compare_models(module: Module, pg: ProcessGroup) -> None:
     pg.all_gather(digests)
     for rank in range(1, pg.world_size):
         if (digests[rank] != digests[0]).any():
-            theirs = [json.loads(sent_by(root, mine, pg)) for root in (0, rank)]
+            theirs = [pg.broadcast_object(rows, root) for root in (0, rank)]
             first = next(pair for pair in zip_longest(*theirs) if pair[0] != pair[1])
             raise UsageError(
                 f"the models differ: rank 0 has {first[0] or 'nothing more'}, but rank "
@@ -71,14 +71,3 @@ def check_sync(module: Module, pg: ProcessGroup) -> None:
                 f"other parameters differ between rank 0 and rank {rank}. Was the "
                 "result of an all-reduce lost, or a parameter written on one rank only?"
             )
-
-
-def sent_by(root: int, mine: bytes, pg: ProcessGroup) -> bytes:
-    """The root's `mine`, on all ranks."""
-    length = np.array(len(mine))
-    pg.broadcast(length, root)
-    text = np.zeros(int(length), np.uint8)
-    if pg.rank == root:
-        text[:] = np.frombuffer(mine, np.uint8)
-    pg.broadcast(text, root)
-    return text.tobytes()

@@ -49,7 +49,7 @@ Invariants.
 In PyTorch: gloo's allreduce_ring_chunked.cc; NCCL's `runRing` in all_reduce.h.
 
 Left out: trees and recursive doubling, which need fewer steps for small arrays; several
-rings at once.
+rings at once. Collectives with a root are in rooted.py.
 """
 
 import itertools
@@ -352,12 +352,27 @@ def arrivals(call: Header, r: int, n: int) -> list[int]:
     For an all-reduce of 10 float32, rank 0 of 4 receives chunks 2, 1, 0, 3, 2, 1, which
     gives [8, 12, 12, 8, 8, 12].
     """
-    if call.op == "broadcast":
-        return [] if r == call.root else [call.nbytes]
-    first = r - 1 if call.op == "all_gather" else r - 2
-    steps = 2 * (n - 1) if call.op in ("all_reduce", "barrier") else n - 1
-    parts = (chunk(call.count, n, first - t) for t in range(steps))
+    root = call.root
+    if call.op in ("broadcast", "reduce"):
+        nothing = (
+            root if call.op == "broadcast" else (root + 1) % n
+        )  # is where it starts
+        return [] if r == nothing else [call.nbytes]
+    match call.op:
+        case "all_reduce" | "barrier":
+            chunks = [r - 2 - t for t in range(2 * (n - 1))]
+        case "reduce_scatter":
+            chunks = [r - 2 - t for t in range(n - 1)]
+        case "all_gather":
+            chunks = [r - 1 - t for t in range(n - 1)]
+        case "gather":
+            chunks = [r - 1 - t for t in range((r - root - 1) % n)]
+        case "scatter":
+            chunks = [root - t for t in range(1, n - (r - root) % n + 1) if r != root]
+        case "all_to_all":
+            chunks = [r - s for s in range(1, n) for _ in range(n - s)]
     itemsize = call.nbytes // call.count if call.count else 0
+    parts = [chunk(call.count, n, k) for k in chunks]
     return [(part.stop - part.start) * itemsize for part in parts]
 
 

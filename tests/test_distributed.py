@@ -125,6 +125,13 @@ def test_functions_use_the_default_group_and_take_tensors_and_arrays():
         rows = [torch.zeros(1, dtype="int64") for _ in range(n)]
         dist.all_gather(rows, torch.tensor([r * r]))
         dist.barrier()
+        total = torch.ones(1) * (r + 1)
+        dist.reduce(total, dst=1)
+        into = [torch.zeros(2) for _ in range(n)] if r == 2 else None
+        dist.gather(torch.ones(2) * r, into, dst=2)
+        mine = torch.zeros(1)
+        parts = [torch.ones(1) * 10 * k for k in range(n)] if r == 0 else None
+        dist.scatter(mine, parts, src=0)
         got = torch.zeros(1)
         if r == 0:
             dist.send(torch.tensor([7.0]), dst=2, tag=3)
@@ -139,6 +146,9 @@ def test_functions_use_the_default_group_and_take_tensors_and_arrays():
             root=b.tolist(),
             rows=[row.item() for row in rows],
             got=got.item(),
+            total=total.item(),
+            into=into and [t.tolist() for t in into],
+            mine=mine.item(),
         )
 
     for rank, result in enumerate(run(3, body)):
@@ -148,6 +158,9 @@ def test_functions_use_the_default_group_and_take_tensors_and_arrays():
         assert done["root"] == [1]
         assert done["rows"] == [0, 1, 4]
         assert done["got"] == (7.0 if rank == 2 else 0.0)
+        assert done["total"] == (6.0 if rank == 1 else rank + 1)
+        assert done["into"] == ([[k, k] for k in range(3)] if rank == 2 else None)
+        assert done["mine"] == 10.0 * rank
 
 
 def test_a_sub_group_by_ranks_of_the_world():
@@ -218,6 +231,8 @@ def test_wrong_calls_are_refused_with_what_is_right(world_of_one):
         (lambda: dist.new_group([0, 1]), "ranks 0 to 0"),
         (lambda: dist.broadcast(np.ones(1), src=4), "rank 4 is not in this group"),
         (lambda: dist.all_gather([], np.ones(1)), "1 tensors of shape"),
+        (lambda: dist.scatter(np.ones(1)), "1 tensors of shape"),
+        (lambda: dist.reduce(np.ones(1), dst=3), "rank 3 is not in this group"),
         (lambda: dist.irecv(np.ones(1)), "src="),
         (lambda: dist.barrier(group="world"), "is no process group"),
         (lambda: dist.all_reduce([1.0]), "NumPy array"),

@@ -14,7 +14,7 @@ COMPUTE = [
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "mailbox", "group", "distributed"),
+    *("rendezvous", "ring", "work", "mailbox", "rooted", "group", "distributed"),
 ]
 MEET = [
     *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),

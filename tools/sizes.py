@@ -24,7 +24,7 @@ PARTS = {
         *("reducer", "ddp"),
     ],
     "More of DDP": [
-        *("mailbox", "distributed", "bfloat16", "powersgd", "local_sgd"),
+        *("rooted", "mailbox", "distributed", "bfloat16", "powersgd", "local_sgd"),
         *("nonfinite", "ddp_logger", "sync_batch_norm"),
     ],
     "The engine": [
