@@ -25,7 +25,8 @@ Worked example.  Ranks 1 and 2 of 3 add what they have; rank 0 looks on:
 
 In PyTorch: torch/distributed/distributed_c10d.py.
 
-Left out: `all_to_all`; stores; objects (they are pickled there). `backend` is accepted, whatever it is: there is one, called "tcp".
+Left out: `all_to_all`; stores; objects (they are pickled there). `backend` is accepted,
+whatever it is: there is one, called "tcp".
 """
 
 from collections.abc import Sequence
@@ -210,7 +211,7 @@ def all_gather(tensor_list: Sequence[Any], tensor: Any, group: Group = None) -> 
 
 
 def reduce(tensor: Any, dst: int, op: str = ReduceOp.SUM, group: Group = None) -> None:
-    """`tensor` becomes the reduction over the group on rank dst, and stays elsewhere."""
+    """`tensor` becomes the reduction over the group on rank dst; others' stays."""
     if member := _member(group):
         member.reduce(_array(tensor), _place(member, dst), op)
 

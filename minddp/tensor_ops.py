@@ -147,7 +147,8 @@ class Pow(Op):
     """a ** b, both of them arrays
 
     The derivatives b * a**(b-1) and y * log(a) are 0 * inf where b = 0 or a = 0 meets
-    a = 0. There the finite factor decides: the exponent 1 and log(1) stand in.
+    a = 0. There the finite factor decides: the exponent 1 and log(1) stand in. For
+    a < 0 nearby exponents have no real power, and the derivative by b is NaN.
     """
 
     def forward(self, a: Array, b: Array) -> Array:
@@ -160,7 +161,8 @@ class Pow(Op):
         if needs[0]:
             ga = unbroadcast(gy * b * a ** xp.where(b == 0, 1, b - 1), a.shape)
         if needs[1]:
-            gb = unbroadcast(gy * y * xp.log(xp.where(a == 0, 1, a)), b.shape)
+            known = (a == 0) & (b >= 0)
+            gb = unbroadcast(gy * y * xp.log(xp.where(known, 1, a)), b.shape)
         return ga, gb
 
 
@@ -243,7 +245,7 @@ class PowNumber(Op):
 
     def backward(self, gy: Array) -> Grads:
         p, x = self.p, self.x
-        return (gy * (p * x ** (p - 1) if p else 0),)
+        return (gy * (p * x ** (p - 1)) if p else array_module(gy).zeros_like(gy),)
 
 
 class Exp(Op):
@@ -327,26 +329,304 @@ class ReLU(Op):
         return (gy * (self.y > 0),)
 
 
-class GELU(Op):
-    """x times the normal distribution function, in its tanh form
+class Log1p(Op):
+    """log(1 + x), exact for small x"""
 
-    y = x/2 (1 + tanh u),  u = c (z + k z^3)        [Hendrycks & Gimpel 2016, sec. 2]
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return array_module(x).log1p(x)
 
-    Here z is x, cut to where tanh u is not 1 to the last bit: z^3 stays in range.
+    def backward(self, gy: Array) -> Grads:
+        return (gy / (1 + self.x),)
+
+
+class Expm1(Op):
+    """exp(x) - 1, exact for small x"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = array_module(x).expm1(x)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * (self.y + 1),)
+
+
+class Sin(Op):
+    """sin(x)"""
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return array_module(x).sin(x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * array_module(gy).cos(self.x),)
+
+
+class Cos(Op):
+    """cos(x)"""
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return array_module(x).cos(x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (-gy * array_module(gy).sin(self.x),)
+
+
+class Rsqrt(Op):
+    """1 / sqrt(x)"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = 1 / array_module(x).sqrt(x)
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy * self.y * self.y * self.y * -0.5,)
+
+
+class Sign(Op):
+    """-1, 0 or 1; it is flat, so the gradient is 0"""
+
+    def forward(self, x: Array) -> Array:
+        return array_module(x).sign(x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (array_module(gy).zeros_like(gy),)
+
+
+class Clip(Op):
+    """x, but at least `low` and at most `high`, either of which may be None
+
+    The gradient passes where x is within, the bounds included.
+    """
+
+    def __init__(self, low: float | None, high: float | None):
+        self.low, self.high = low, high
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return array_module(x).clip(x, self.low, self.high)
+
+    def backward(self, gy: Array) -> Grads:
+        outside = False
+        if self.low is not None:
+            outside |= self.x < self.low
+        if self.high is not None:
+            outside |= self.x > self.high
+        return (array_module(gy).where(outside, gy.dtype.type(0), gy),)
+
+
+class Activation(Op):
+    """What the activations below share: the derivative is found on the way forward
+
+    There the parts that it is made of are at hand, and backward is one product.
+    `formula(x, d)` returns y, and writes dy/dx into the array d unless that is None.
+    float16 is computed in float32.
+    """
+
+    formula: Callable[[Array, Array | None], Array]
+
+    def forward(self, x: Array) -> Array:
+        wide = _widened(x)
+        self.d = array_module(x).empty_like(wide) if self.needs[0] else None
+        return _narrowed(self.formula(wide, self.d), x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (_narrowed(gy * self.d, gy),)
+
+
+def _widened(x: Array) -> Array:
+    """x as an array of floats: float16 as float32, for its squares and sums."""
+    xp = array_module(x)
+    return xp.asarray(x, xp.result_type(x.dtype, "float32"))
+
+
+def _narrowed(y: Array, x: Array) -> Array:
+    """y in the dtype of x, if that is float16."""
+    return y.astype(x.dtype) if x.dtype == "float16" else y
+
+
+class GELU(Activation):
+    """x P(x), with P the normal distribution function   [Hendrycks & Gimpel 2016]
+
+    dy/dx = P(x) + x P'(x),  P'(x) = exp(-x^2/2) / sqrt(2 pi)
+    """
+
+    def formula(self, x: Array, d: Array | None) -> Array:
+        z = x * math.sqrt(0.5)
+        bell = array_module(x).exp(-z * z)
+        chance = _normal(z, bell)
+        if d is not None:
+            d[...] = x
+            d *= bell
+            d *= 1 / math.sqrt(2 * math.pi)
+            d += chance
+        chance *= x
+        return chance
+
+
+class TanhGELU(Activation):
+    """GELU with h = (1 + tanh u) / 2 in place of P(x),  u = c (z + k z^3)
+
+    dy/dx = h + 2 z h (1 - h) du/dz.  [Hendrycks & Gimpel 2016, sec. 2] Here z is x, cut
+    to where h is 0 or 1 to the last bit: z^3 stays in range.
     """
 
     c, k = math.sqrt(2 / math.pi), 0.044715
 
-    def forward(self, x: Array) -> Array:
+    def formula(self, x: Array, d: Array | None) -> Array:
         xp = array_module(x)
-        self.z = z = xp.clip(x, -10, 10)
-        self.t = xp.tanh(self.c * z * (1 + self.k * z * z))
-        return 0.5 * x * (1 + self.t)
+        z = xp.clip(x, -10, 10)
+        square = z * z
+        h = square * (self.c * self.k)
+        h += self.c
+        h *= z
+        h = xp.tanh(h, out=h)
+        h *= 0.5
+        h += 0.5
+        if d is not None:
+            square *= 6 * self.c * self.k
+            square += 2 * self.c
+            square *= z
+            square *= h
+            xp.subtract(1, h, out=d)
+            d *= square
+            d += h
+        h *= x
+        return h
 
-    def backward(self, gy: Array) -> Grads:
-        z, t = self.z, self.t
-        du = self.c * (1 + 3 * self.k * z * z)
-        return (gy * (0.5 * (1 + t + z * (1 - t * t) * du)),)
+
+class SiLU(Activation):
+    """x s(x), with s the sigmoid;  dy/dx = s(x) (1 + x (1 - s(x)))"""
+
+    def formula(self, x: Array, d: Array | None) -> Array:
+        s = Sigmoid().forward(x)
+        if d is not None:
+            d[...] = (x * (1 - s) + 1) * s
+        return s * x
+
+
+class Softplus(Activation):
+    """log(1 + exp(beta x)) / beta, and just x where beta x is above the threshold"""
+
+    def __init__(self, beta: float, threshold: float):
+        self.beta, self.threshold = beta, threshold
+
+    def formula(self, x: Array, d: Array | None) -> Array:
+        xp, z = array_module(x), x * self.beta
+        if d is not None:
+            d[...] = xp.where(z > self.threshold, 1, Sigmoid().forward(z))
+        y = (xp.maximum(z, 0) + xp.log1p(xp.exp(-abs(z)))) / self.beta
+        return xp.where(z > self.threshold, x, y)
+
+
+class LeakyReLU(Activation):
+    """x where x > 0, else slope * x"""
+
+    def __init__(self, slope: float):
+        self.slope = slope
+
+    def formula(self, x: Array, d: Array | None) -> Array:
+        xp = array_module(x)
+        if d is not None:
+            d[...] = xp.where(x > 0, 1, self.slope)
+        return xp.where(x > 0, x, x * self.slope)
+
+
+class ELU(Activation):
+    """x where x > 0, else alpha (exp(x) - 1)"""
+
+    def __init__(self, alpha: float):
+        self.alpha = alpha
+
+    def formula(self, x: Array, d: Array | None) -> Array:
+        xp = array_module(x)
+        y = xp.where(x > 0, x, self.alpha * xp.expm1(xp.minimum(x, 0)))
+        if d is not None:
+            d[...] = xp.where(x > 0, 1, y + self.alpha)
+        return y
+
+
+class Erf(Activation):
+    """The error function, (2 / sqrt pi) times the integral of exp(-t^2) from 0 to x"""
+
+    def formula(self, x: Array, d: Array | None) -> Array:
+        xp = array_module(x)
+        bell = xp.exp(-x * x)
+        if d is not None:
+            xp.multiply(bell, 2 / math.sqrt(math.pi), out=d)
+        z = abs(x)
+        y = xp.where(z < SMALL, _erf_small(z), 1 - bell * _erfc_scaled(z))
+        return xp.copysign(y, x)
+
+
+# Rational approximations of the error function, numerators and denominators, each from
+# the highest power down.          [Cody, Math. Comp. 23 (1969), p. 631]
+SMALL = 0.46875  # where the first ends and the second begins
+ERF = (
+    (
+        *(1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2),
+        *(3.77485237685302021e2, 3.20937758913846947e3),
+    ),
+    (
+        *(1.0, 2.36012909523441209e1, 2.44024637934444173e2),
+        *(1.28261652607737228e3, 2.84423683343917062e3),
+    ),
+)
+ERFC = (
+    (
+        *(2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594e0),
+        *(6.61191906371416295e1, 2.98635138197400131e2, 8.81952221241769090e2),
+        *(1.71204761263407058e3, 2.05107837782607147e3, 1.23033935479799725e3),
+    ),
+    (
+        *(1.0, 1.57449261107098347e1, 1.17693950891312499e2),
+        *(5.37181101862009858e2, 1.62138957456669019e3, 3.29079923573345963e3),
+        *(4.36261909014324716e3, 3.43936767414372164e3, 1.23033935480374942e3),
+    ),
+)
+
+
+def _polynomial(x: Array, coefficients: Sequence[float]) -> Array:
+    """By Horner's rule, the coefficient of the highest power first."""
+    y = x * coefficients[0]
+    for coefficient in coefficients[1:-1]:
+        y += coefficient
+        y *= x
+    y += coefficients[-1]
+    return y
+
+
+def _erf_small(z: Array) -> Array:
+    """erf(z), for 0 <= z <= SMALL, with an error below 2e-16."""
+    square = z * z
+    return z * _polynomial(square, ERF[0]) / _polynomial(square, ERF[1])
+
+
+def _erfc_scaled(z: Array) -> Array:
+    """exp(z^2) (1 - erf(z)), for z >= SMALL.
+
+    Relative error: below 2e-15 up to z = 4, then growing, to 1e-7 at z = 26; there the
+    value itself is 1e-296. For z from 0 to SMALL it is 5e-12. Beyond 1e4 the powers
+    of z would overflow in float32, and the quotient does not change.
+    """
+    z = array_module(z).minimum(z, 1e4 if z.dtype == "float32" else 1e30)
+    y = _polynomial(z, ERFC[0])
+    y /= _polynomial(z, ERFC[1])
+    return y
+
+
+def _normal(z: Array, bell: Array) -> Array:
+    """(1 + erf(z)) / 2, given bell = exp(-z^2); no digits cancel for z < 0."""
+    xp, size = array_module(z), abs(z)
+    half = _erfc_scaled(size)
+    half *= bell
+    half *= 0.5
+    y = xp.where(z < 0, half, 1 - half)
+    if y.dtype == "float64":
+        near = size < SMALL
+        y[near] = 0.5 + 0.5 * xp.copysign(_erf_small(size[near]), z[near])
+    return y
 
 
 class Cast(Op):
