@@ -19,14 +19,6 @@ Rule 3.  The result lands in the caller's array, whatever its strides. Reducing 
          contiguous copy and forgetting to copy back is a bug that no error message
          would show.
 
-What can be reduced:
-
-                             sum  prod   avg   min  max
-    float16, 32, 64          yes  yes    yes   yes  yes    float16 adds in float16
-    int8 to int64, uint8     yes  yes     -    yes  yes    overflow wraps, as in NumPy
-    bool                      -    -      -    yes  yes    min is "and", max is "or"
-    bfloat16 (bfloat16.py)   yes   -      -     -    -     adds in float32, and rounds
-
 In PyTorch: `c10d::ProcessGroup`; `torch.distributed.all_reduce` and its relatives.
 
 Left out: GPU arrays, which have to be copied to the host first.
@@ -34,7 +26,6 @@ Left out: GPU arrays, which have to be copied to the host first.
 
 import atexit
 import json
-import operator
 import os
 import sys
 import threading
@@ -48,7 +39,6 @@ from typing import Any, NoReturn
 import numpy as np
 
 from minddp import ring, rooted
-from minddp.bfloat16 import BFLOAT16
 from minddp.environment import Job, from_environment
 from minddp.errors import (
     PeerError,
@@ -57,10 +47,19 @@ from minddp.errors import (
     UsageError,
     same_error,
 )
-from minddp.frame import DTYPES, HEADER_BYTES, REDUCTIONS, Header, Kind
+from minddp.frame import HEADER_BYTES, Header, Kind
 from minddp.handshake import MAIL
 from minddp.mailbox import Mailbox
-from minddp.net import LONGEST_SECONDS, Deadline, RingLinks
+from minddp.net import Deadline, RingLinks
+from minddp.payload import (
+    bring_home,
+    check_array,
+    check_reduction,
+    native_flat,
+    positive_seconds,
+    whole,
+    wire_name,
+)
 from minddp.rendezvous import Rendezvous
 from minddp.work import Work, WorkQueue
 
@@ -596,77 +595,6 @@ def _forget_groups() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_groups)
-
-
-# ---- Arguments on their way in ----
-
-
-def positive_seconds(name: str, value: float) -> float:
-    """`value` as a float. Raises: UsageError."""
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if not seconds > 0:
-        raise UsageError(f"{name} must be a positive number of seconds, not {value!r}")
-    return min(seconds, LONGEST_SECONDS)
-
-
-def whole(what: str, value: int, low: int, high: int) -> int:
-    """`value` as an int from low to high. Raises: UsageError."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = low - 1
-    if not low <= number <= high:
-        raise UsageError(f"{what} {value!r}: it is a whole number from {low} to {high}")
-    return number
-
-
-def check_array(op: str, array: Array, writes: bool = True) -> None:
-    """Raises: UsageError if this array cannot go through a collective."""
-    if not isinstance(array, np.ndarray) or hasattr(array, "mask"):
-        raise UsageError(
-            f"{op} takes a NumPy array, not {type(array).__module__}."
-            f"{type(array).__name__}: it is changed in place, on the host"
-        )
-    name = wire_name(array.dtype)
-    if name not in DTYPES[1:]:
-        raise UsageError(f"{op} of {name}: it can move {', '.join(DTYPES[1:])}")
-    if writes and not array.flags.writeable:
-        raise UsageError(f"{op} changes the array in place, but this one is read-only")
-
-
-def check_reduction(op: str, array: Array, reduce: str) -> None:
-    """Raises: UsageError if this array cannot be reduced in this way."""
-    check_array(op, array)
-    if reduce not in REDUCTIONS[1:]:
-        raise UsageError(f"{op} by {reduce!r}: it can be {', '.join(REDUCTIONS[1:])}")
-    name, kind = wire_name(array.dtype), array.dtype.kind
-    if (
-        (kind == "b" and reduce not in ("min", "max"))
-        or (kind in "iu" and reduce == "avg")
-        or (name == "bfloat16" and reduce != "sum")
-    ):
-        hint = "min or max" if kind == "b" else "sum, and divide as you see fit"
-        raise UsageError(f"{op} of {name} by {reduce!r} has no meaning; use {hint}")
-
-
-def wire_name(dtype: Any) -> str:
-    """A dtype's name in the table of frame.py, if it is there."""
-    return "bfloat16" if dtype == BFLOAT16 else str(dtype.name)
-
-
-def native_flat(array: Array) -> Array:
-    """`array` as one row of little-endian memory: a view if it is that already."""
-    little_endian = array.dtype.newbyteorder("<")
-    return np.ascontiguousarray(array, dtype=little_endian).reshape(-1)
-
-
-def bring_home(flat: Array, array: Array) -> None:
-    """Write a result into the caller's array, if `flat` was a copy of it."""
-    if not np.may_share_memory(flat, array):
-        array[...] = flat.reshape(array.shape)
 
 
 def count_messages(call: Header, r: int, n: int) -> int:
