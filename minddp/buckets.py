@@ -15,9 +15,10 @@ cost as many ring steps as a matrix of a million.
 Why not one?  It could not leave before the last gradient is there. A small first bucket
 leaves early, so the network has work while backward still computes.
 
-Rule 1.  The plan depends on sizes and dtypes only, so all ranks make the same.
-Rule 2.  A bucket closes *after* it has reached its cap: it may overshoot, and a
-         parameter that is larger than the cap has a bucket of its own.
+Rule 1.  The plan depends on sizes, dtypes, their order and the caps, which are the same
+         on all ranks. So is the plan.
+Rule 2.  A bucket closes *after* it has reached its cap: it may overshoot. A parameter
+         that is larger than the cap closes the bucket that it falls into.
 Rule 3.  One dtype a bucket, as a flat array has one.
 
 Worked example.  Sizes 4, 4, 2, 9 in the order in which gradients come, first cap 3, cap
@@ -80,8 +81,10 @@ class Bucket:
     In PyTorch: `Reducer::Bucket`.
     """
 
-    def __init__(self, index: int, parameters: Sequence[Parameter]):
-        self.index = index
+    def __init__(
+        self, index: int, parameters: Sequence[Parameter], as_view: bool = True
+    ):
+        self.index, self.as_view = index, as_view
         self.parameters = list(parameters)
         sizes = [p.data.size for p in parameters]
         ends = np.cumsum([0, *sizes]).tolist()
@@ -101,7 +104,8 @@ class Bucket:
     def take(self, slot: int, scale: float = 1.0) -> None:
         """Parameter `slot` is ready: its gradient, or zeros, is in the flat array.
 
-        Whatever array backward has left in `grad`, from now on it is the view. `scale`:
+        Whatever array backward has left in `grad`, from now on it is the view (or, not
+        as_view, it stays, and `give` writes the average into it). `scale`:
         what this rank counts for, in units of an average rank (join.py).
         """
         p, view = self.parameters[slot], self.views[slot]
@@ -109,13 +113,24 @@ class Bucket:
             view[...] = 0
         elif p.grad.data is not view:
             view[...] = p.grad.data
-            p.grad = Tensor(view)
+            if self.as_view:
+                p.grad = Tensor(view)
         if scale == 0:
             view[...] = 0  # a mean over no examples may be infinite, and 0 * inf is NaN
         elif scale != 1:
             view *= view.dtype.type(scale)
         self.missing -= not self.ready[slot]
         self.ready[slot] = True
+
+    def give(self, slot: int) -> None:
+        """The parameter's gradient becomes what is in the flat array: view or copy."""
+        p, view = self.parameters[slot], self.views[slot]
+        if self.as_view:
+            p.grad = Tensor(view)
+        elif p.grad is None:
+            p.grad = Tensor(np.array(view))
+        else:
+            p.grad.data[...] = view
 
     @property
     def full(self) -> bool:

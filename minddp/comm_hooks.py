@@ -47,7 +47,7 @@ def allreduce_hook(pg: ProcessGroup, bucket: Bucket) -> Work:
 def fp16_compress_hook(pg: ProcessGroup, bucket: Bucket) -> After:
     """The average, computed and sent in float16: half the bytes of float32.
 
-    Values above 65,504 become infinite, those below 6e-8 zero.
+    Averages above 65,504 become infinite, and gradients below n * 3e-8 zero.
     """
     half = (bucket.flat / pg.world_size).astype(np.float16)
     work = pg.all_reduce(half, "sum", async_op=True, bucket=bucket.index)

@@ -9,7 +9,7 @@ r"""The control plane: a star of links to rank 0, over which ranks live, fail an
     ABORT    r -> 0          an accusation: "rank 1 closed its connection during #17"
              0 -> all        the verdict (verdict.py), the same for all ranks
     GOODBYE  r -> 0 -> all   "I closed my group after 17 collectives"
-    MAIL     r -> 0 -> s     "dial me there with your messages" (mailbox.py)
+    MAIL     r -> 0 -> all   "dial me there with your messages" (mailbox.py)
 
 Rule 1.  Only the thread touches the links. Others leave it a note and wake it.
 Rule 2.  The first verdict is final. It sounds the alarm, which wakes whoever waits in a
@@ -59,7 +59,7 @@ class Control:
         self.departed: dict[int, int] = {}  # rank -> after how many collectives it left
         self.table: list[tuple[str, int]] | None = None
         self.mailboxes: dict[int, tuple[str, int]] = {}  # rank -> where it takes mail
-        self.mail_came: Callable[[], None] = lambda: None  # a mailbox has got known
+        self.mail_came: Callable[[], None] = lambda: None  # called when one is added
         self.verdict: Accusation | None = None
         # A stopped rank must miss two beats before the others' deadline.
         self.beat_seconds = min(BEAT_SECONDS, timeout / 4)
@@ -101,9 +101,9 @@ class Control:
             )
         return self.table
 
-    def invite(self, rank: int, host: str, port: int) -> None:
-        """Tell a rank where it can dial us with its messages."""
-        self._post("invite", [rank, host, port])
+    def invite(self, host: str, port: int) -> None:
+        """Tell all ranks where they can dial us with their messages."""
+        self._post("invite", [host, port])
 
     def accuse(self, error: PeerError) -> PeerError:
         """Report a failure to rank 0, and get the error that this rank is to raise."""
@@ -194,24 +194,12 @@ class Control:
         elif note == "accuse":
             self._report(content)
         elif note == "invite":
-            self._deliver(self.rank, content)
+            self._send(Kind.MAIL, content, root=self.rank)
         elif note == "tell":
             self._send(Kind.ABORT, asdict(content))
         elif note == "leave" and not (self.verdict or self._failed):
             self._send(Kind.GOODBYE, root=self.rank, sequence=self.entered)
         return note == "leave"
-
-    def _deliver(self, sender: int, content: Any) -> None:
-        """An invitation from `sender` to another rank, by way of rank 0."""
-        rank, host, port = content
-        if rank == self.rank:
-            self.mailboxes[sender] = host, port
-            self.mail_came()
-            return
-        for peer in list(self._peers.values()):
-            if peer.rank == (rank if self.rank == 0 else 0):
-                peer.due += control_frame(Kind.MAIL, content, root=sender)
-                self._flush(peer)
 
     def _send(self, kind: Kind, content: Any = None, **fields: int) -> None:
         """To rank 0; from rank 0, to all."""
@@ -259,7 +247,11 @@ class Control:
             case Kind.GOODBYE:
                 self._part(header.root, header.sequence)
             case Kind.MAIL:
-                self._deliver(header.root, content)
+                host, port = content
+                self.mailboxes[header.root] = host, port
+                self.mail_came()
+                if self.rank == 0:
+                    self._send(Kind.MAIL, content, root=header.root)
 
     # ---- Leaving and failing ----
 
@@ -274,7 +266,8 @@ class Control:
     def why_gone(self, rank: int) -> str:
         return (
             f"rank {rank} closed its group after {self.departed[rank]} collectives, "
-            "but others wait for it. All ranks must make the same calls."
+            "but others wait for it, in a collective or for a message. All ranks must "
+            "make the same calls."
         )
 
     def _gone(self, peer: "_Peer", why: str) -> None:

@@ -13,9 +13,9 @@ Rule 1.  Replicas start equal: rank 0's parameters and buffers are broadcast.
 Rule 2.  Replicas take equal steps: before `backward` returns, every gradient has been
          overwritten with its average over the ranks, which has the same bits on all.
          So the optimizers, which never communicate, do the same everywhere.
-Rule 3.  Order is the same on every rank: that of definition, or the one that rank 0
-         has told. The k-th all-reduce of one rank meets the k-th of the others,
-         whatever the two are about.
+Rule 3.  Order is the same on every rank: the reverse of definition, or the one that
+         rank 0 has told the others. The k-th all-reduce of one rank meets the k-th of
+         the others, whatever the two are about.
 
 Worked example, n = 2: gradients 0.2 on rank 0 and 0.6 on rank 1 are 0.4 on both
 afterwards. With lr = 0.1 both go down by 0.04.
@@ -26,17 +26,18 @@ once: a small parameter costs as many messages as a big one, and the network res
 backward computes. It stays as the oracle of the second version, in which gradients
 travel in buckets while backward still computes.
 
-In PyTorch: `torch.nn.parallel.DistributedDataParallel`. What happens in backward is the
-matter of its Reducer, and of ours (reducer.py).
+In PyTorch: `torch.nn.parallel.DistributedDataParallel`. What happens in backward is up
+to its Reducer, as here (reducer.py).
 
 Left out: several inputs on several devices. The naive version does not compare the
 models (a parameter of another shape is a PeerMismatch from broadcast), and gives a
 parameter that no rank uses a gradient of zeros, so that weight decay still moves it.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ from minddp.errors import UsageError
 from minddp.group import ProcessGroup
 from minddp.join import RollCall, Step
 from minddp.nn import Module, Parameter
-from minddp.reducer import Reducer
+from minddp.reducer import Reducer, weakly
 from minddp.replicas import check_sync, compare_models
 
 
@@ -88,20 +89,6 @@ class NaiveDistributedDataParallel(Module):
             self.process_group.all_reduce(gradient_of(p), op="avg")
 
 
-def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """The method as a hook that does not keep its object alive.
-
-    Once a DDP object is gone, its model can be trained alone or be wrapped again.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def hook(parameter: Tensor) -> None:
-        if alive := reference():
-            alive(parameter)
-
-    return hook
-
-
 def gradient_of(p: Parameter) -> Any:
     """The array of p's gradient, zeros if there was none: other ranks wait for it."""
     if p.grad is None:
@@ -121,12 +108,12 @@ class DistributedDataParallel(Module):
 
     bucket_cap_mb: MiB at which a bucket closes; the first one closes at 1 MiB already.
 
-    find_unused_parameters: the loss need not depend on all parameters. The graph is
-    walked from the outputs of `forward` in every step, and one more all-reduce finds
-    out which parameters no rank has used; their gradients are left as they were.
+    find_unused_parameters: the loss need not depend on all parameters. One more
+    all-reduce in every step finds out which no rank has used; their gradients stay as
+    they were.
 
     static_graph: every backward is like the first, which shows how often each parameter
-    gets a gradient, and which get none. It sends only when it has ended.
+    gets a gradient, and which get none. The first sends only when it has ended.
 
     broadcast_buffers: rank 0's buffers go to all before each forward in training.
 
@@ -139,11 +126,15 @@ class DistributedDataParallel(Module):
     check_sync_every: how many backwards until the parameters of all ranks are compared
     (`check_sync`); 0 for never.
 
-    device_ids, output_device, gradient_as_bucket_view: accepted for PyTorch's sake.
-    A model is where its parameters are, and gradients are always views.
+    gradient_as_bucket_view: gradients are views into buckets, and the next backward
+    writes into the same memory, also into that of a gradient somebody has kept. False
+    copies.
 
-    Each gradient that `backward` leaves is a view into a bucket, averaged over the
-    ranks. What counts for `no_sync` is whether *forward* ran inside it.
+    device_ids, output_device: accepted for PyTorch's sake. A model is where its
+    parameters are.
+
+    When `backward` returns, every gradient is the average over the ranks. What counts
+    for `no_sync` is whether *forward* ran inside it.
 
     Raises: UsageError from construction, on all ranks, if the models differ, and from
     `backward` if a parameter got no gradient; PeerError from both.
@@ -176,20 +167,29 @@ class DistributedDataParallel(Module):
         self.reducer = Reducer(
             module,
             process_group,
-            cap_bytes=max(1, int(bucket_cap_mb * MIB)),
+            cap_bytes=cap_bytes(bucket_cap_mb),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             nan=nan,
             check_sync_every=check_sync_every,
+            gradient_as_bucket_view=gradient_as_bucket_view,
         )
         self._weight_by_batch = weight_by_batch
         if weight_by_batch:
             self.reducer.roll_call = RollCall(process_group, by_examples=True)
-        compare_models(module, process_group)
+        compare_models(
+            module,
+            process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            broadcast_buffers=broadcast_buffers,
+            weight_by_batch=weight_by_batch,
+            nan=nan,
+            check_sync_every=check_sync_every,
+        )
         self._broadcast_from(0, module.parameters())
         self.sync_buffers()
-        for p in self.reducer.parameters:
-            p.register_post_accumulate_grad_hook(weakly(self.reducer.autograd_hook))
 
     # ---- Forward ----
 
@@ -197,21 +197,22 @@ class DistributedDataParallel(Module):
         """What the wrapped model gives."""
         reducer = self.reducer
         reducer.logger.forward_starts()
-        reducer.sync = self.require_backward_grad_sync and is_recording()
-        if reducer.sync:
+        if not is_recording():  # no backward will come
+            return self.module(*inputs, **named_inputs)
+        sync = self.require_backward_grad_sync
+        if sync:
             self._check_trained()
             if self.broadcast_buffers and self.module.training:
                 self._agree_on_buffers()
-        if self._weight_by_batch and reducer.roll_call and is_recording():
-            first = next(iter([*inputs, *named_inputs.values()]))
-            reducer.roll_call.examples += len(first)
+        examples = 0
+        if self._weight_by_batch:
+            examples = batch_length([inputs, named_inputs])
         outputs = self.module(*inputs, **named_inputs)
-        if reducer.sync and reducer.find_unused:
-            reducer.prepare_for_backward(tensors_in(outputs))
+        reducer.expect_from(tensors_in(outputs), sync, examples)
         return outputs
 
     def _agree_on_buffers(self) -> None:
-        if self.reducer.roll_call and any(self.module.buffers()):
+        if self.reducer.roll_call and list(self.module.buffers()):
             self.reducer.roll_call.hold(Step.BUFFERS)
         self.sync_buffers()
 
@@ -227,7 +228,7 @@ class DistributedDataParallel(Module):
             self.process_group.broadcast(tensor.data, root)
 
     def _check_trained(self) -> None:
-        """Raises: UsageError if parameters were frozen or unfrozen after wrapping."""
+        """Raises: UsageError if parameters were frozen, unfrozen or converted since."""
         for name, p in self.module.named_parameters():
             if p.requires_grad != (p in self.reducer.number):
                 now = "trained" if p.requires_grad else "frozen"
@@ -235,6 +236,13 @@ class DistributedDataParallel(Module):
                     f"parameter {name!r} is {now} now, but was not when the model was "
                     "wrapped in DDP. Freeze and unfreeze first, then wrap (again)."
                 )
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                if p.dtype != bucket.flat.dtype:
+                    raise UsageError(
+                        f"a parameter of {bucket.flat.dtype} has become {p.dtype} "
+                        "since the model was wrapped in DDP. Convert first, then wrap."
+                    )
 
     # ---- When and how gradients are averaged ----
 
@@ -248,7 +256,7 @@ class DistributedDataParallel(Module):
             loss(ddp(x_last), y_last).backward()     # averages the sum of all
 
         Forward has to be inside: when it runs, it is decided whether its backward
-        sends.
+        sends. A backward of several forwards sends if one of them was outside.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -273,15 +281,16 @@ class DistributedDataParallel(Module):
         divide_by_initial_world_size: the average is the sum over n, also when fewer
         than n ranks have data; else it is the sum over those that have.
 
-        throw_on_early_termination: no shadowing; a UsageError on all ranks instead.
+        throw_on_early_termination: a UsageError on all ranks as soon as one has no more
+        data.
 
         then: called after each backward of the others that this rank has attended,
         without data but with their gradients. Give it what they do then, such as
         `optimizer.step`, and also optimizer state stays equal. Without it the rank
         takes over the parameters in the end, but has momentum of its own.
 
-        Every rank must come here, and end its block without an error. A rank that waits
-        at the end of its block waits as long as a collective does.
+        Every rank must enter, and end its block without an error. At the end of its
+        block a rank waits for the others' next step as long as a collective does.
 
         Raises: UsageError; PeerError.
         """
@@ -319,6 +328,12 @@ class DistributedDataParallel(Module):
         The same on all ranks, or their calls will not match.
         """
         self.reducer.hook_state, self.reducer.hook = state, hook
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UsageError(
+            "a DDP cannot be copied: its copy would send as well. Copy ddp.module, and "
+            "wrap it if it is to be trained."
+        )
 
     # ---- Looking at it ----
 
@@ -402,11 +417,42 @@ def refuse_nested(module: Module) -> None:
 
 
 def tensors_in(outputs: Any) -> list[Tensor]:
-    """The tensors in what a forward gave: one, or tuples, lists and dicts of them."""
+    """The tensors in what a forward gave: one, or tuples, lists, dicts and dataclasses
+    of them."""
     if isinstance(outputs, Tensor):
         return [outputs]
-    if isinstance(outputs, dict):
-        outputs = list(outputs.values())
-    if isinstance(outputs, tuple | list):
-        return [tensor for part in outputs for tensor in tensors_in(part)]
-    return []
+    return [tensor for part in parts_of(outputs) for tensor in tensors_in(part)]
+
+
+def batch_length(inputs: Any) -> int:
+    """The length of the first tensor or array in what a forward was given.
+
+    Raises: UsageError if there is none.
+    """
+    to_look_at = [inputs]
+    for x in to_look_at:  # grows while it runs
+        if isinstance(x, Tensor | np.ndarray) and x.ndim > 0:
+            return len(x)
+        to_look_at += parts_of(x)
+    raise UsageError(
+        "weight_by_batch: the input has no tensor, so there is no telling how many "
+        "examples it holds"
+    )
+
+
+def parts_of(x: Any) -> list[Any]:
+    """What is in a tuple, a list, a dict or a dataclass; of all else, nothing."""
+    if isinstance(x, dict):
+        return list(x.values())
+    if isinstance(x, tuple | list):
+        return list(x)
+    return list(vars(x).values()) if is_dataclass(x) else []
+
+
+def cap_bytes(bucket_cap_mb: float) -> int:
+    """MiB as bytes, 1 at least. Raises: UsageError."""
+    if not isinstance(bucket_cap_mb, Real) or not 0 < float(bucket_cap_mb) < 1e9:
+        raise UsageError(
+            f"bucket_cap_mb={bucket_cap_mb!r}: it is a number of MiB above 0, as in 25"
+        )
+    return max(1, int(float(bucket_cap_mb) * MIB))

@@ -5,8 +5,9 @@
                                   [ bucket 0 ][ bucket 1 ][ bucket 2 ]
                                      communication, of which "exposed" could not hide
 
-    backward_comm_time                    time in which collectives were under way
+    backward_comm_time                    time in which buckets were under way
     backward_compute_comm_overlap_time    the part of it that backward has hidden
+    backward_comm_exposed_time            the part that was waited for
 
 The overlap is what buckets are for. If it is 0, the network only starts when backward
 ends: one bucket, or a first layer that is last in the plan. If "exposed" is long, the
@@ -15,10 +16,11 @@ network is the bottleneck, and smaller gradients (comm_hooks.py) or fewer averag
 
 In PyTorch: logger.cpp, whose names these are, in nanoseconds. It measures communication
 from the first launch to the end of the last wait, and overlap from the first launch to
-the end of compute, whether or not the network was busy; here the network's own time is
-taken.
+the end of compute, whether or not a bucket was under way; here the buckets' own time is
+taken, in which waiting for slower ranks is included. `exposed` and bytes are ours.
 
-Left out: GPU events.
+Left out: GPU events; collectives other than the buckets', such as a roll call or those
+of SyncBatchNorm, which count as computing.
 """
 
 import time
@@ -56,10 +58,10 @@ class Logger:
     def compute_ends(self) -> None:
         self._compute_end = time.perf_counter_ns()
 
-    def backward_ends(self) -> None:
+    def backward_ends(self, comm: int) -> None:
+        """comm: how long buckets were under way, in nanoseconds."""
         exposed = time.perf_counter_ns() - self._compute_end
         now, before = self._group.stats(), self._before
-        comm = now["busy_ns"] - before["busy_ns"]
         durations = (
             self._backward - self._forward,
             self._compute_end - self._backward,
@@ -73,8 +75,7 @@ class Logger:
         self._steps += 1
 
     def data(self) -> dict[str, int]:
-        """Nanoseconds of the latest step under PyTorch's names, averages under avg_..;
-        bytes_sent as well."""
+        """Nanoseconds, and bytes_sent, of the latest step; averages under avg_..."""
         steps = max(1, self._steps)
         names = (*DURATIONS, "bytes_sent")
         averages = {f"avg_{name}": self._sums[name] // steps for name in names}

@@ -1,4 +1,4 @@
-"""torch.distributed's face: module functions over one default group.
+"""The interface of torch.distributed: module functions over one default group.
 
     import minddp.distributed as dist
 
@@ -7,8 +7,8 @@
     dist.destroy_process_group()                 group.close()
 
 Scripts written for PyTorch call functions of a module, which find the group in a
-variable. These do the same, one line each: all that happens, happens in group.py. A
-program of your own is clearer with the group in its hands.
+variable. These do the same, mostly in one line: all that happens, happens in group.py.
+A program of your own is clearer with the group in its hands.
 
 Rule 1.  `group=None` is the default group, all ranks. A rank that is not in a group of
          `new_group` has NON_GROUP_MEMBER in its place, with which every function does
@@ -36,11 +36,9 @@ from typing import Any
 import numpy as np
 
 from minddp.errors import UsageError
-from minddp.group import ProcessGroup
+from minddp.group import ProcessGroup, open_groups
 from minddp.group import init_process_group as make_group
 from minddp.work import Work
-
-Array = np.ndarray[Any, Any]
 
 
 class ReduceOp:
@@ -109,8 +107,13 @@ def _where(init_method: str | None) -> tuple[str | None, int | None]:
 
 
 def default_group() -> ProcessGroup:
-    """Raises: UsageError if there is none."""
-    if _default is None or not is_initialized():
+    """The default group; without one, the only group that is open.
+
+    Raises: UsageError if there is none.
+    """
+    if _default is None or _default.closed:
+        if len(open_groups) == 1:
+            return open_groups[0]
         raise UsageError(
             "there is no default process group. Call minddp.distributed."
             "init_process_group() first, or pass a process group."
@@ -130,6 +133,9 @@ def is_initialized() -> bool:
 def destroy_process_group(group: Group = None) -> None:
     """Leave in good order; without a group, the default one and its sub-groups."""
     global _default
+    if group is None and _default is not None and _default.closed:
+        _default = None
+        return
     member = _member(group)
     if member is _default:
         while _sub_groups:
@@ -162,6 +168,10 @@ def new_group(ranks: Sequence[int] | None = None, backend: Any = None) -> Group:
     """
     world = default_group()
     members = sorted(set(range(world.world_size) if ranks is None else ranks))
+    if world.broadcast_object(members) != members:
+        text = f"new_group({members}) on rank {world.rank}: rank 0 names other ranks"
+        world.abort(error := UsageError(f"{text}. All must call it alike."))
+        raise error
     if not members or not set(members) <= set(range(world.world_size)):
         raise UsageError(
             f"new_group({ranks}): name some of the ranks 0 to {world.world_size - 1}"

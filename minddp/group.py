@@ -29,7 +29,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -66,7 +65,7 @@ from minddp.work import Work, WorkQueue
 Array = np.ndarray[Any, Any]
 Algorithm = Callable[[ring.Links, Array, Header, Deadline], None]
 
-_open_groups: list["ProcessGroup"] = []
+open_groups: list["ProcessGroup"] = []
 
 
 def init_process_group(
@@ -112,7 +111,7 @@ class ProcessGroup:
         self.ranks = list(range(job.world_size))  # in the world; `split` has others
         self._legend = ""  # says so in errors
         self.timeout = timeout
-        self._sequence = self._messages = self._busy_ns = 0
+        self._sequence = self._messages = 0
         self._failure: PeerError | None = None
         self._closed = ""  # why, once it is
         # Reentrant for the sake of signal handlers, which may call `close`.
@@ -123,7 +122,7 @@ class ProcessGroup:
         self._links: RingLinks | None = None
         if self.world_size > 1:
             self._meet(job, deadline)
-        _open_groups.append(self)
+        open_groups.append(self)
 
     def _meet(self, job: Job, deadline: Deadline) -> None:
         rendezvous = Rendezvous(job, deadline, self.timeout)
@@ -316,18 +315,19 @@ class ProcessGroup:
         return work
 
     def _open_mailbox(self) -> Mailbox:
+        listener = self._rendezvous.open_port(self._host)
         mailbox = Mailbox(
             replace(self._rendezvous.me, role=MAIL),
             self._rendezvous.job.token,
             self.timeout,
             self._alarm,
-            open_port=partial(self._rendezvous.open_port, self._host),
-            invite=self._control.invite,
+            listener=listener,
             invitations=self._control.mailboxes,
             departed=self._control.departed,
             agree=self._agree,
         )
         self._control.mail_came = mailbox.wake
+        self._control.invite(listener.host, listener.port)
         return mailbox
 
     # ---- Sub-groups ----
@@ -342,10 +342,13 @@ class ProcessGroup:
         """
         if color is not None:
             color = whole("split: color", color, 0, 2**31 - 1)
+        key = whole("split: key", key, -(2**31), 2**31 - 1)
         n, r = self.world_size, self.rank
         table = np.zeros((n, 3), np.int64)
         table[r] = -1 if color is None else color, key, 0
         self.all_gather(table)
+        if n == 1 and color is not None:
+            return ProcessGroup(self._job, self.timeout, self.timeout)
         members = [] if color is None else np.flatnonzero(table[:, 0] == color).tolist()
         members.sort(key=lambda k: (table[k, 1], k))
         leads = members[:1] == [r] and len(members) > 1
@@ -379,9 +382,7 @@ class ProcessGroup:
         bytes_received on ring links, of which header_bytes each way are fingerprints;
         mail_bytes_sent and _received, by send and recv with their headers;
         control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
-        headers are not counted. busy_ns: nanoseconds in which a collective was under
-        way here, waiting for others included.
-        """
+        headers are not counted."""
         links, mail = self._links, self._mailbox
         return {
             "collectives": self._sequence,
@@ -392,7 +393,6 @@ class ProcessGroup:
             "mail_bytes_sent": mail.bytes_moved(sends=True) if mail else 0,
             "mail_bytes_received": mail.bytes_moved(sends=False) if mail else 0,
             "control_bytes_sent": self._control.bytes_sent if links else 0,
-            "busy_ns": self._busy_ns,
         }
 
     def _collective(
@@ -434,7 +434,6 @@ class ProcessGroup:
         """Run a collective and bring its result home into the caller's array."""
         if self._links:
             self._performer = threading.get_ident()
-            start = time.perf_counter_ns()
             try:
                 self._enter(call)
                 algorithm(self._links, flat, call, Deadline(self.timeout))
@@ -443,7 +442,6 @@ class ProcessGroup:
             finally:
                 self._performer = None
             self._messages += count_messages(call, self.rank, self.world_size)
-            self._busy_ns += time.perf_counter_ns() - start
         bring_home(flat, array)
 
     # ---- Failing and leaving ----
@@ -546,11 +544,15 @@ class ProcessGroup:
                 self._control.mail_came = lambda: None
                 self._mailbox.close()
             self._closed = why
-            _open_groups.remove(self)
+            open_groups.remove(self)
             if self._links:
                 self._control.leave()
                 self._links.close()
                 self._alarm.close()
+
+    def __deepcopy__(self, memo: Any) -> "ProcessGroup":
+        """Itself: a copy of a model that holds its group still belongs to it."""
+        return self
 
     def __enter__(self) -> "ProcessGroup":
         return self
@@ -572,7 +574,7 @@ def _leave_at_exit() -> None:
     """Scripts that never close the group leave in order too, and say so if they
     crash."""
     error = getattr(sys, "last_value", None)  # the exception that ended the program
-    for group in list(_open_groups):
+    for group in list(open_groups):
         if error is None:
             group._close()
         else:
@@ -582,7 +584,7 @@ def _leave_at_exit() -> None:
 def _forget_groups() -> None:
     """A forked child is no rank: were it to keep the links, nobody would see its parent
     die; were it to use them, it would speak in its parent's name."""
-    for group in list(_open_groups):
+    for group in list(open_groups):
         group._lock, group._closed = threading.RLock(), "belongs to the parent process"
         group._queue = WorkQueue()
         if group._links:
@@ -591,7 +593,7 @@ def _forget_groups() -> None:
                 group._mailbox.forget()
             group._control.forget()
             group._alarm.close()
-    _open_groups.clear()
+    open_groups.clear()
 
 
 os.register_at_fork(after_in_child=_forget_groups)

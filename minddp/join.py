@@ -71,7 +71,6 @@ class RollCall:
     ):
         self.process_group = process_group
         self.by_examples = by_examples
-        self.examples = 0  # in the forwards since the last backward
         self.last_present, self.all_present = 0, True
         self._absent_weight = 0.0 if by_examples else absent_weight
         self._raise = raise_if_absent
@@ -109,10 +108,9 @@ class RollCall:
         has (as in PyTorch)."""
         return 0 if self.all_present else self.last_present
 
-    def scale(self) -> float:
+    def scale(self, examples: int) -> float:
         """What this rank counts for in the backward that begins: n w / sum of all w."""
-        weight = float(self.examples) if self.by_examples else 1.0
-        self.examples = 0
+        weight = float(examples) if self.by_examples else 1.0
         self.hold(Step.BACKWARD, weight)
         total = self._weights.sum()
         return float(self.process_group.world_size * weight / total) if total else 0.0

@@ -99,19 +99,19 @@ class Conversation:
 class Lobby:
     """Carries on all handshakes at one listener, and with those whom we dial.
 
-    `listener`: None if nobody is to knock. `make_script` gives our side of a visitor's
-    handshake. `timeout` (seconds) is the group's; the links are tuned to it.
+    `make_script` gives our side of a visitor's handshake. `timeout` (seconds) is the
+    group's; the links are tuned to it.
     """
 
     def __init__(
         self,
-        listener: Listener | None,
+        listener: Listener,
         make_script: Callable[[], Script],
         alarm: Alarm,
         timeout: float = 60.0,
         world_size: int = 1,
     ):
-        self.listener, self._alarm = listener, alarm
+        self._listener, self._alarm = listener, alarm
         self._make_script = make_script
         self._timeout = timeout
         # More than the ranks that may all knock at the same moment.
@@ -165,8 +165,7 @@ class Lobby:
     def close(self) -> None:
         for conversation in [*self._visitors, *self._dialled.values()]:
             conversation.sock.close()
-        if self.listener:
-            self.listener.close()
+        self._listener.close()
 
     def _wait(self, deadline: Deadline) -> bool:
         """Sleep until something is to be done; False if the deadline came first."""
@@ -180,15 +179,14 @@ class Lobby:
 
     def register(self, poll: select.poll) -> float:
         """Let `poll` watch all that concerns the lobby; the seconds it may sleep."""
-        if self.listener:
-            poll.register(self.listener, select.POLLIN)
+        poll.register(self._listener, select.POLLIN)
         for conversation in [*self._visitors, *self._dialled.values()]:
             poll.register(conversation, conversation.events)
         return min((v.deadline.left() for v in self._visitors), default=LONGEST_SECONDS)
 
     def _let_in(self) -> None:
         """One visitor a turn, so that a crowd does not push out who is being heard."""
-        if self.listener and (connection := self.listener.accept()):
+        if connection := self._listener.accept():
             visitor = Conversation(*connection, self._make_script())
             self._visitors.append(visitor)
             if len(self._visitors) > self._places:
@@ -200,8 +198,7 @@ class Lobby:
         visitor.sock.close()
         self._strangers += 1
         if self._strangers <= LOGGED_STRANGERS:
-            assert self.listener, "visitors came by it"
-            where = f"{shown(visitor.address)} at port {self.listener.port}"
+            where = f"{shown(visitor.address)} at port {self._listener.port}"
             log.warning("dropped a connection from %s: %s", where, why)
 
 

@@ -2,10 +2,10 @@
 
     step            1   2   3   4   5   6   7   8          period = 4
     DDP             a   a   a   a   a   a   a   a          a: all gradients
-    local SGD                   A               A          A: all parameters
+    local SGD       A               A                      A: all parameters
 
 Between two averages each rank trains on its own data alone, and the replicas drift
-apart; then all take the mean of where they have come. Traffic falls by the period. What
+apart; then all take the mean of their parameters. Traffic falls by the period. What
 comes out is not what one process would compute, so it is a trade: too long a period,
 and the mean of good models is a bad one. It is common to begin with plain DDP and go
 over to local steps when gradients have calmed down.
@@ -41,9 +41,9 @@ from minddp.work import After, Work
 
 
 class PeriodicModelAverager:
-    """Averages parameters over all ranks, in every `period`-th step.
+    """Averages parameters over all ranks in one step, and then in every period-th.
 
-    warmup_steps: at the start in which it does not average, because DDP does.
+    warmup_steps: how many steps to leave out at the start, because DDP averages there.
     """
 
     def __init__(

@@ -2,14 +2,16 @@
 
     rank 1  recv(x, src=3)                          rank 3  isend(y, dst=1)
        |                                               |
-       |  opens a port, if it has none                 |  keeps the message
+       |  opens a port                                 |  keeps the message
        |--- "dial me there" -----> rank 0 -----------> |
        | <---------- handshake, role MAIL ------------ |
        | <=== header | payload ======================= |
 
 A ring link goes to a neighbour and belongs to collectives. For messages there is one
-more link for each direction of each pair that speaks, opened when the receiver first
-waits for the sender. Until then nobody listens, and a sender keeps what it has.
+more link for each direction of each pair that speaks, made when it is first needed.
+With its first message, sent or received, a rank opens a port and tells all others
+where, by way of rank 0. Until then it does not listen, and others keep what they have
+for it.
 
 Rule 1.  Messages from one rank to another arrive in the order in which they were sent,
          and the k-th `send` there meets the k-th `recv` here. Both know what will come:
@@ -26,14 +28,15 @@ the first of its link; then the group fails, as with a collective.
 In PyTorch: `ProcessGroupGloo::send` and `recv` over gloo's unbound buffers; its links
 are there from the start, n (n-1) / 2 of them.
 
-Left out: `recv` from whoever sends first; messages to oneself.
+Left out: `recv` from whoever sends first; messages to oneself; a first message after
+rank 0 has left, for it is rank 0 that tells where to dial.
 """
 
 import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,12 +46,13 @@ from minddp.frame import HEADER_BYTES, FrameError, Header
 from minddp.handshake import MAIL, Hello, Script, answer, introduce
 from minddp.lobby import Lobby
 from minddp.net import Alarm, Bytes, Deadline, Link, Listener
-from minddp.ring import Script as Wants
 from minddp.ring import as_bytes, drop_sent, next_wanted
 from minddp.work import Work
 
 Array = np.ndarray[Any, Any]
+Wants = Iterator[bytearray | memoryview]  # the memory to fill, one piece at a time
 
+LINGER_SECONDS = 5.0  # how long a closing group waits for a message to move on
 LOOK_SECONDS = 0.25  # how often to look whether the rank we wait for has left
 
 
@@ -141,9 +145,9 @@ class Line:
 class Mailbox:
     """This rank's lines to and from others, and the thread that moves their bytes.
 
-    open_port(): a port of ours. invite(rank, host, port): tells a rank where that is.
-    invitations: where others can be dialled, it grows. departed: ranks that have left.
-    agree(error, where): fails the group, and gives the error that all ranks raise.
+    listener: our port, which is open already. invitations: where others can be dialled,
+    it grows. departed: ranks that have left. agree(error, where): fails the group, and
+    gives the error that all ranks raise.
     """
 
     def __init__(
@@ -153,22 +157,20 @@ class Mailbox:
         timeout: float,
         alarm: Alarm,
         *,
-        open_port: Callable[[], Listener],
-        invite: Callable[[int, str, int], None],
+        listener: Listener,
         invitations: Mapping[int, tuple[str, int]],
         departed: Mapping[int, int],
         agree: Callable[[PeerError, str], BaseException],
     ):
         self._me, self._token, self._timeout = me, token, timeout
-        self._alarm, self._open_port = alarm, open_port
-        self._invite, self._invitations = invite, invitations
+        self._alarm, self._invitations = alarm, invitations
         self._departed, self._agree = departed, agree
-        self._lobby = Lobby(None, self._answer, alarm, timeout, me.world_size)
+        self._lobby = Lobby(listener, self._answer, alarm, timeout, me.world_size)
         self._lines: dict[tuple[int, bool], Line] = {}
         self._posted: deque[tuple[Line, Work, Array]] = deque()
         self._lock = threading.Lock()  # guards _posted and _error
         self._error: BaseException | None = None
-        self._asked: set[Line] = set()  # lines for whose link we have done our part
+        self._dialled: set[int] = set()
         self._leaving = False
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._guarded, name="minddp-mail")
@@ -236,11 +238,11 @@ class Mailbox:
                     line, work, flat = self._posted.popleft()
                     line.add(work, flat)
             busy = [line for line in list(self._lines.values()) if line.busy]
-            if self._leaving and not any(line.sends and line.link for line in busy):
+            if self._leaving and not any(self._can_go(line) for line in busy):
                 text = f"rank {self._me.rank} closed its group during {busy}"
                 return self._end_all(UsageError(text))
             for line in busy:
-                self._ask_for_link(line)
+                self._dial(line)
             self._wait(busy)
             if self._alarm.error:
                 raise self._alarm.error
@@ -263,18 +265,18 @@ class Mailbox:
         if any(fd == self._wake_read for fd, _ in ready):
             os.read(self._wake_read, 4096)
 
-    def _ask_for_link(self, line: Line) -> None:
-        """Dial, or have ourselves dialled; once."""
-        if line.link or line in self._asked:
-            return
-        if not line.sends:
-            listener = self._lobby.listener = self._lobby.listener or self._open_port()
-            self._invite(line.peer, listener.host, listener.port)
-            self._asked.add(line)
-        elif line.peer in self._invitations:
-            script = introduce(self._me, self._token)
-            self._lobby.dial(line.peer, *self._invitations[line.peer], script)
-            self._asked.add(line)
+    def _can_go(self, line: Line) -> bool:
+        """Whether a group that closes stays for it: somebody is there to take it."""
+        known = line.link or line.peer in self._invitations
+        lingered = line.deadline.seconds - line.deadline.left() > LINGER_SECONDS
+        return bool(line.sends and known and not lingered)
+
+    def _dial(self, line: Line) -> None:
+        """Once we have something to send and know where. Others dial us."""
+        where = self._invitations.get(line.peer)
+        if line.sends and where and line.peer not in self._dialled:
+            self._dialled.add(line.peer)
+            self._lobby.dial(line.peer, *where, introduce(self._me, self._token))
 
     def _answer(self) -> Script:
         def objection(hello: Hello) -> str | None:
@@ -294,6 +296,12 @@ class Mailbox:
             raise PeerLost(text, p) from lost.__cause__
         if line.busy and not line.link and p in self._departed:
             raise PeerLost(f"{what}: rank {p} has closed its group.", p)
+        if line.busy and p not in self._invitations and 0 in self._departed:
+            raise PeerLost(
+                f"{what}: rank 0 has left, and only it could have told where rank {p} "
+                "takes messages. Close the group on rank 0 last, or after a barrier.",
+                0,
+            )
         if line.busy and not line.deadline.left():
             call = "recv" if line.sends else "send"
             raise PeerTimeout(

@@ -11,13 +11,13 @@
              '--> process 1: train(1, 2)     ended, and the parent raises its error
 
 `minddp run` does more for a job: it hands out ranks, ports and a token, and labels what
-ranks print. This is for scripts that were written so, and for notebooks' helpers.
+ranks print. This is for scripts that start their own processes.
 
 Rule 1.  Each process imports the script anew ("spawn"; a fork would copy threads and
          sockets in the middle of what they do). So the function must be found by its
          name in a module, and the script's own work must stand below `if __name__`.
-Rule 2.  The first error counts. A rank that fails makes the others fail, with errors
-         that name it; those are shown only if there is no other.
+Rule 2.  The first error in time counts. A rank that fails makes the others fail, with
+         errors that name it (PeerError); those count only if there is no other.
 
 In PyTorch: torch/multiprocessing/spawn.py.
 
@@ -26,6 +26,7 @@ Left out: other start methods.
 
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from typing import Any
 from minddp.environment import THREAD_VARIABLES, usable_cores
 from minddp.errors import MindDPError, PeerError, UsageError
 
+CAUSE, CONSEQUENCE = 0, 1  # classes of failures
 GRACE_SECONDS = 2.0  # for the others to end by themselves, after the first has failed
 
 
@@ -57,7 +59,9 @@ class ProcessContext:
     """The processes of one `spawn`."""
 
     def __init__(self, processes: Sequence[Any], pipes: Sequence[Any]):
-        self.processes, self._pipes = list(processes), pipes
+        self.processes = list(processes)
+        self._running, self._pipes = dict(enumerate(processes)), dict(enumerate(pipes))
+        self._failures: list[tuple[int, Any]] = []  # (its class, error), as they came
 
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
@@ -67,49 +71,61 @@ class ProcessContext:
 
         Raises: ProcessRaisedException, ProcessExitedException, after all have ended.
         """
-        from multiprocessing import connection  # not before: it takes 10 ms
-
         end = None if timeout is None else time.monotonic() + timeout
-        running = list(self.processes)
-        while running and not any(p.exitcode for p in self.processes):
+        while self._running and not self._failures:
             left = None if end is None else max(0.0, end - time.monotonic())
-            if not connection.wait([p.sentinel for p in running], left):
+            if not self._listen(left):
                 return False
-            running = [p for p in running if p.exitcode is None]
-        self._end(running)
-        errors = [self._error(i) for i in range(len(self.processes))]
-        for error in sorted((e for e in errors if e), key=lambda pair: pair[0]):
-            raise error[1]
+        if self._failures:
+            self.end()
+            raise min(self._failures, key=lambda failure: failure[0])[1]
         return True
 
-    def _end(self, running: Sequence[Any]) -> None:
-        """The others: they are failing by themselves, or they are made to end."""
+    def end(self) -> None:
+        """Those that still run fail by themselves soon, or are made to end."""
         late = time.monotonic() + GRACE_SECONDS
-        for process in running:
-            process.join(max(0.0, late - time.monotonic()))
-        for process in running:
+        while self._running and self._listen(max(0.0, late - time.monotonic())):
+            pass
+        for process in self._running.values():
             process.terminate()
             process.join(GRACE_SECONDS)
             if process.exitcode is None:
                 process.kill()
                 process.join()
+        self._running.clear()
 
-    def _error(self, i: int) -> tuple[int, MindDPError] | None:
-        """How process i failed, and how far from the cause that is."""
-        process, pipe = self.processes[i], self._pipes[i]
+    def _listen(self, seconds: float | None) -> bool:
+        """Note what processes say and which have ended; False if none did in time."""
+        from multiprocessing import connection  # not before: it takes 10 ms
+
+        sentinels = [process.sentinel for process in self._running.values()]
+        ready = connection.wait([*sentinels, *self._pipes.values()], seconds)
+        for i, pipe in list(self._pipes.items()):
+            if pipe in ready:
+                self._hear(i, pipe)
+        for i, process in list(self._running.items()):
+            if process.sentinel in ready:
+                process.join()
+                if i in self._pipes:  # it may have spoken just before it ended
+                    self._hear(i, self._pipes[i])
+                self._note_end(i, process.exitcode)
+                del self._running[i]
+        return bool(ready)
+
+    def _hear(self, i: int, pipe: Any) -> None:
+        del self._pipes[i]
         try:
             told = json.loads(pipe.recv_bytes())
         except EOFError:  # it had nothing to say
-            told = None
-        if told:
-            text = f"process {i} of spawn raised:\n\n{told['text']}"
-            return int(told["consequence"]), ProcessRaisedException(text, i)
-        if code := process.exitcode:
+            return
+        text = f"process {i} of spawn raised:\n\n{told['text']}"
+        self._failures.append((told["class"], ProcessRaisedException(text, i)))
+
+    def _note_end(self, i: int, code: int) -> None:
+        if code and all(error.error_index != i for _, error in self._failures):
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"process {i} of spawn ended with {how}"
-            # One that we have ended ourselves is a consequence, too.
-            return 2 if code < 0 else 1, ProcessExitedException(text, i, code)
-        return None
+            self._failures.append((CAUSE, ProcessExitedException(text, i, code)))
 
 
 def spawn(
@@ -150,7 +166,7 @@ def spawn(
             processes.append(process)
             pipes.append(ours_end)
     except BaseException:
-        ProcessContext(processes, pipes)._end(processes)
+        ProcessContext(processes, pipes).end()
         raise
     finally:
         for name, value in ours.items():
@@ -162,19 +178,29 @@ def spawn(
     try:
         spawned.join()
     except KeyboardInterrupt:
-        spawned._end(processes)
+        spawned.end()
         raise
     return None
 
 
+def _end_with_parent() -> None:
+    """A process whose parent was killed is nobody's."""
+    from multiprocessing import connection, parent_process
+
+    if parent := parent_process():
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
 def _run(fn: Callable[..., Any], i: int, args: tuple[Any, ...], pipe: Any) -> None:
     """What process i does."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         fn(i, *args)
     except KeyboardInterrupt:
         os._exit(130)  # the parent has got it as well
     except Exception as error:
-        consequence = isinstance(error, PeerError)
-        told = {"text": traceback.format_exc(), "consequence": consequence}
+        kind = CONSEQUENCE if isinstance(error, PeerError) else CAUSE
+        told = {"text": traceback.format_exc(), "class": kind}
         pipe.send_bytes(json.dumps(told).encode())
         raise SystemExit(1) from None

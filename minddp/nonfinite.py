@@ -1,7 +1,7 @@
-"""Gradients that are infinite or no number: found on all ranks, whichever has them.
+"""Gradients that are infinite or NaN: found on all ranks, whichever has them.
 
     rank 0   gradients     fine           inf or nan in the average, on both ranks;
-    rank 1   2.weight      nan            the roll says: rank 1, 2.weight
+    rank 1   2.weight      nan            both are told: rank 1, 2.weight
 
 One NaN on one rank is a NaN in the average, and after the optimizer's step in the
 parameters of every replica: a night of training is lost. What to do about it is a
@@ -9,7 +9,7 @@ setting of DDP, the same on all ranks:
 
     nan="ignore"    nothing (the default, as in PyTorch)
     nan="raise"     NonFiniteError on all ranks, naming rank and parameter
-    nan="skip"      no gradient at all, so that optimizers skip the step; one warning
+    nan="skip"      no gradient at all, so that optimizers skip the step; rank 0 warns
 
 Rule.  The decision is taken together. A rank that skipped a step alone would be another
 model from then on. So after every backward each rank tells what it has found: before
@@ -77,7 +77,8 @@ class NonFiniteWatch:
         if self._policy == "raise":
             raise NonFiniteError(f"{text}. The step was not taken.")
         self.skipped += 1
-        log.warning("rank %d skips a step: %s", r, text)
+        if r == 0:
+            log.warning("all ranks skip a step: %s", text)
         for bucket in buckets:
             for p in bucket.parameters:
                 p.grad = None

@@ -6,7 +6,7 @@
     . . . . . .                       .
     a b numbers                       (a + b) r numbers on the wire
 
-In one step of power iteration, with an all-reduce in the middle of each half:
+One step of power iteration, with an all-reduce after each of its two products:
 
     1.  M = gradient + error of the last step          this rank's own
     2.  P = M Q                        average over ranks, then make P orthonormal
@@ -50,7 +50,8 @@ from minddp.work import After, Work
 class PowerSGDState:
     """What the hook remembers from step to step; the settings as in PyTorch.
 
-    matrix_approximation_rank: r; more of it is better and costs more bytes.
+    matrix_approximation_rank: r (not a process's rank); a higher one keeps more of the
+    gradient and sends more bytes.
     start_powerSGD_iter: the first step that is compressed, 2 or more.
     use_error_feedback, warm_start: as above; without them it is rarely worth it.
     seed: of the first Q, the same on all ranks.
@@ -145,6 +146,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: Bucket) -> Work | After:
         work_of_rest.wait()
         for view, other in each(views, others):
             other[...] = view
+        if not np.isfinite(bucket.flat).all():  # this step is lost; keep the next clean
+            state.errors.pop(index, None)
+            return
         if state.use_error_feedback:
             state.errors[index] -= bucket.flat
         state.qs[index] = new_qs

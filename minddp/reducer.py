@@ -8,8 +8,9 @@
 One backward, in the order of the methods below:
 
     autograd_hook            a gradient is complete
-      expect_backward        ... the first one: nothing has been sent yet
-      mark_variable_ready    copy it into its bucket; full buckets leave in index order
+      _begin                 ... the first one: whose forward was it, does it send?
+      expect_backward        ... if it sends: nothing has been sent yet
+      mark_variable_ready    it is in its bucket; full buckets leave in index order
         launch               ask the communication hook for the average
     finalize_backward        backward has ended: wait for the averages
       rebuild_buckets        once, in the order in which gradients really came
@@ -23,32 +24,80 @@ Rule 3.  The average is over ranks, each of which counts as one. Where ranks cou
          their examples, or some have no data any more, gradients are scaled before
          they leave (join.py).
 
+Whose backward is it?  Forward leaves a note at the graph nodes of its outputs. The
+backward that comes through one of them is its own. So what runs in between, evaluation
+or another wrapper of the same model, does not matter, and a backward that comes from
+elsewhere is none of ours.
+
 Which parameters will not get a gradient?  Three answers, by setting:
 
     (default)                 all get one; else an error that names those that did not
-    find_unused_parameters    the graph behind the outputs of forward is walked
+    find_unused_parameters    those that backward will not come to: it knows its graph
     static_graph              those that got none in the first backward never do
 
-In PyTorch: `Reducer` (reducer.cpp), whose names the methods have.
+In PyTorch: `Reducer` (reducer.cpp), from which most names are; see docs/pytorch-map.md.
+
+There the graph is walked from the outputs of forward, before backward is known.
 
 Left out: a bucket's own stream on a GPU; gradients that are sparse.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from minddp.autograd import Tensor, backward_number, leaves_behind, queue_callback
+from minddp.autograd import (
+    Node,
+    Pass,
+    RemovableHandle,
+    Tensor,
+    current_pass,
+    queue_callback,
+)
 from minddp.buckets import FIRST_BUCKET_BYTES, Bucket, Size, plan
 from minddp.comm_hooks import Hook, allreduce_hook
 from minddp.ddp_logger import Logger
+from minddp.device import Array
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup
 from minddp.join import RollCall
-from minddp.nn import Module
+from minddp.nn import Module, Parameter
 from minddp.nonfinite import NonFiniteWatch
 from minddp.replicas import check_sync
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """One forward of the wrapped module: does its backward send, how many examples?"""
+
+    sync: bool
+    examples: int
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """The method as a hook that does not keep its object alive.
+
+    Once a DDP object is gone, its model can be trained alone or be wrapped again.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        if alive := reference():
+            alive(parameter)
+
+    return hook
+
+
+def let_go(parameters: Sequence[Parameter], hooks: Sequence[RemovableHandle]) -> None:
+    """Once their Reducer has gone, gradients have arrays of their own again."""
+    for p in parameters:
+        p.grad_home = None
+    for hook in hooks:
+        hook.remove()
 
 
 class Reducer:
@@ -67,14 +116,22 @@ class Reducer:
         static_graph: bool,
         nan: str,
         check_sync_every: int,
+        gradient_as_bucket_view: bool,
     ):
         self.module, self.process_group = module, process_group
         self.cap_bytes, self.check_sync_every = cap_bytes, check_sync_every
-        self.find_unused, self.static_graph = find_unused_parameters, static_graph
+        self.static_graph = static_graph  # finds out by itself what is unused
+        self.find_unused = find_unused_parameters and not static_graph
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names, self.parameters = [n for n, _ in named], [p for _, p in named]
         self.number: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
-        self.sync = False  # whether the next backward sends; forward decides
+        self.as_view = gradient_as_bucket_view
+        self._forwards: WeakKeyDictionary[Node, Forward] = WeakKeyDictionary()
+        self._hidden: Forward | None = (
+            None  # one whose outputs could not be looked into
+        )
+        self._pass: object = None  # the token of the backward that is under way
+        self.sync = False  # whether that one sends
         self.averaged = 0  # how many backwards have been
         self.hook_state: Any = process_group
         self.hook: Hook = allreduce_hook
@@ -83,33 +140,46 @@ class Reducer:
         self.logger = Logger(process_group)
         self.arrived: list[int] = []  # the first backward's order of gradients
         self.rebuilt = False
-        self._unused: list[int] | None = None  # None: no forward since last backward
         self._uses: list[int] | None = None  # of a static graph, once it is known
-        self._backward, self._next, self._scale = 0, 0, 1.0
+        self._next = 0  # the bucket that is to leave next
+        self._scale = 1.0  # what this rank's gradients count for
+        self._fired: list[int] = []  # how often each has come in this backward
+        self._touched: set[int] = set()  # those that have, since the last average
+        self._stale: dict[int, Array] = {}  # gradients that are not of this backward
+        self._examples = 0  # in backwards since the last average
         self._make_buckets(list(reversed(range(len(named)))))
+        hook = weakly(self.autograd_hook)
+        hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.parameters]
+        weakref.finalize(self, let_go, self.parameters, hooks).atexit = False
 
     # ---- Forward ----
 
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Note which parameters the outputs of all forwards so far do not depend on."""
-        used = leaves_behind(*outputs)
-        unused = [i for i, p in enumerate(self.parameters) if p not in used]
-        if self._unused is not None:
-            unused = [i for i in self._unused if i in unused]
-        self._unused = unused
+    def expect_from(self, outputs: Sequence[Tensor], sync: bool, examples: int) -> None:
+        """A forward has given these outputs; a backward through one of them is its own.
+
+        sync: whether such a backward sends. examples: how many it is about.
+        """
+        forward = Forward(sync, examples)
+        nodes = [y.node for y in outputs if y.node is not None]
+        for node in nodes:
+            self._forwards[node] = forward
+        if sync and not nodes:  # outputs we cannot look into: it may be any backward
+            self._hidden = forward
 
     # ---- Backward ----
 
     def autograd_hook(self, parameter: Tensor) -> None:
         """A gradient is complete."""
+        current = current_pass()
+        if self._pass is not current.token:  # the first one of this backward
+            self._begin(current)
+        i = self.number[parameter]
+        self._touched.add(i)
         if not self.sync:
             return
         queue_callback(self.finalize_backward)
-        if self._backward != backward_number():  # the first gradient of this backward
-            self.expect_backward()
-        i = self.number[parameter]
         self._fired[i] += 1
-        if not self.rebuilt and self._fired[i] == 1:
+        if self.averaged == 0 and self._fired[i] == 1:
             self.arrived.append(i)
         if not self.static_graph:
             self.mark_variable_ready(i)
@@ -124,19 +194,33 @@ class Reducer:
             if self._fired[i] == self._uses[i]:
                 self.mark_variable_ready(i)
 
-    def expect_backward(self) -> None:
+    def _begin(self, current: Pass) -> None:
+        """Which forwards does this backward belong to, and does it send?"""
+        self._pass = current.token
+        forwards = {f for node, f in self._forwards.items() if node in current.nodes}
+        if self._hidden:
+            forwards.add(self._hidden)
+        self.sync = any(forward.sync for forward in forwards)
+        self._examples += sum(forward.examples for forward in forwards)
+        if self.sync:
+            self.expect_backward(current)
+
+    def expect_backward(self, current: Pass) -> None:
         """Before the first gradient: none has come, nothing has been sent."""
-        self._backward, self._next = backward_number(), 0
+        self._next, self._hidden = 0, None
         self._fired = [0] * len(self.parameters)
+        if self.averaged == 0:
+            self.arrived.clear()  # of an attempt that failed
         self.logger.backward_starts()
         for bucket in self.buckets:
             bucket.expect()
         if self.roll_call:
-            self._scale = self.roll_call.scale()
-        if self._uses:
-            self._unused = [i for i, uses in enumerate(self._uses) if uses == 0]
-        unused, self._unused = self._unused or [], None
-        for i in unused:
+            self._scale = self.roll_call.scale(self._examples)
+        self._examples = 0
+        for i in self._unused_in(current):
+            p = self.parameters[i]
+            if p.grad is not None and i not in self._touched:
+                self._stale[i] = p.grad.data.copy()
             self.mark_variable_ready(i)
 
     def mark_variable_ready(self, i: int) -> None:
@@ -156,21 +240,27 @@ class Reducer:
             self._next += 1
 
     def launch(self, bucket: Bucket) -> None:
-        """Its average is under way when this returns."""
+        """Ask for its average, which is there when its work has been waited for."""
         self.watch.before(bucket, self.number)
         bucket.work = self.hook(self.hook_state, bucket)
+        if not hasattr(bucket.work, "wait"):
+            self._refuse(
+                f"the communication hook returned {bucket.work!r} for bucket "
+                f"{bucket.index}, not something to wait for (comm_hooks.py)"
+            )
 
     def finalize_backward(self) -> None:
         """All gradients have come: wait for the averages."""
-        if self.static_graph and self._uses is None:
+        if self.static_graph and self._uses is None and self.sync:
             self._learn_uses()
         if self._next < len(self.buckets):
             self._refuse(self._unready())
         self.logger.compute_ends()
         for bucket in self.buckets:
-            assert bucket.work, "launched, as _next has passed it"
+            assert bucket.work is not None, "launched, as _next has passed it"
             bucket.work.wait()
-        self.logger.backward_ends()
+        works = [bucket.work for bucket in self.buckets]
+        self.logger.backward_ends(sum(getattr(work, "busy_ns", 0) for work in works))
         self.averaged += 1
         self._give_back_unused()
         if not self.rebuilt and not self.find_unused:
@@ -183,8 +273,9 @@ class Reducer:
 
     def attend_backward(self) -> None:
         """The backward of a rank without data: zeros in all buckets (join.py)."""
-        self._fired, self._next = [1] * len(self.parameters), len(self.buckets)
+        self.sync, self._next = False, len(self.buckets)
         self.arrived = self.arrived or list(range(len(self.parameters)))
+        self.logger.forward_starts()
         self.logger.backward_starts()
         for p in self.parameters:
             p.grad = None
@@ -223,7 +314,7 @@ class Reducer:
         first_bytes = min(FIRST_BUCKET_BYTES, self.cap_bytes)
         groups = plan(sizes, order, first_bytes, self.cap_bytes)
         self.buckets = [
-            Bucket(index, [self.parameters[i] for i in group])
+            Bucket(index, [self.parameters[i] for i in group], self.as_view)
             for index, group in enumerate(groups)
         ]
         self.place = {
@@ -231,7 +322,7 @@ class Reducer:
             for bucket, group in zip(self.buckets, groups, strict=True)
             for slot, i in enumerate(group)
         }
-        for i, (bucket, slot) in self.place.items():
+        for i, (bucket, slot) in self.place.items() if self.as_view else ():
             self.parameters[i].grad_home = bucket.views[slot]
 
     def rebuild_buckets(self) -> None:
@@ -244,7 +335,7 @@ class Reducer:
         self.process_group.broadcast(order, self.speaker)
         self.rebuilt, self.arrived = True, order.tolist()
         self._make_buckets(self.arrived)
-        for bucket, slot in self.place.values():
+        for bucket, slot in self.place.values() if self.as_view else ():
             bucket.take(slot)
 
     @property
@@ -253,6 +344,15 @@ class Reducer:
         return self.roll_call.speaker if self.roll_call else 0
 
     # ---- Parameters that are not used ----
+
+    def _unused_in(self, current: Pass) -> list[int]:
+        """The parameters that this backward will not come to."""
+        if self._uses:
+            return [i for i, uses in enumerate(self._uses) if uses == 0]
+        if self.find_unused:
+            parameters = enumerate(self.parameters)
+            return [i for i, p in parameters if p not in current.leaves]
+        return []
 
     def _learn_uses(self) -> None:
         """The end of a static graph's first backward: now all gradients are there."""
@@ -263,13 +363,17 @@ class Reducer:
             self.mark_variable_ready(i)
 
     def _give_back_unused(self) -> None:
-        """A gradient that another rank has is ours as well; one that none has, is
-        None."""
+        """A gradient that another rank has is ours as well; one that none has stays as
+        it was."""
         used = np.ones(len(self.parameters), bool)
         if self.find_unused or self.static_graph:
-            used[:] = [p.grad is not None for p in self.parameters]
+            used[:] = [i in self._touched for i in range(len(used))]
             self.process_group.all_reduce(used, "max")
         for i, p in enumerate(self.parameters):
-            if p.grad is None and used[i]:
-                bucket, slot = self.place[i]
-                p.grad = Tensor(bucket.views[slot])
+            bucket, slot = self.place[i]
+            if used[i] and (p.grad is None or not self.as_view):
+                bucket.give(slot)
+            elif not used[i] and i in self._stale:
+                bucket.views[slot][...] = self._stale[i]
+        self._touched.clear()
+        self._stale.clear()

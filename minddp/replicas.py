@@ -34,10 +34,14 @@ from minddp.group import ProcessGroup
 from minddp.nn import Module
 
 
-def compare_models(module: Module, pg: ProcessGroup) -> None:
-    """Raises: UsageError, the same on all ranks, naming the first difference."""
+def compare_models(module: Module, pg: ProcessGroup, **settings: object) -> None:
+    """Also the settings of DDP, which decide what it sends.
+
+    Raises: UsageError, the same on all ranks, naming the first difference.
+    """
     kinds = ("parameter", module.named_parameters()), ("buffer", module.named_buffers())
-    rows = [
+    rows = [f"setting {name}={value!r}" for name, value in settings.items()]
+    rows += [
         f"{kind} {name!r} {t.shape} {t.dtype}{'' if t.requires_grad else ', fixed'}"
         for kind, named in kinds
         for name, t in named

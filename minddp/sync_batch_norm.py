@@ -39,8 +39,8 @@ both are submitted by the thread that runs backward, in an order that its graph 
 Cost.  2 C + 1 numbers a rank forward and 2 C backward, as float64, and the wait: for
 the slowest rank, and in backward for the buckets that are under way.
 
-In PyTorch: `torch.nn.SyncBatchNorm` (torch/nn/modules/_functions.py), where also
-forward is an all-gather and backward an all-reduce.
+In PyTorch: `torch.nn.SyncBatchNorm` (torch/nn/modules/_functions.py), where forward too
+is an all-gather and backward an all-reduce.
 
 Left out: ranks that use different layers or make different numbers of steps, which is a
 PeerMismatch; overlap of the messages with computing.
@@ -51,7 +51,7 @@ from typing import Any
 import numpy as np
 
 from minddp.device import Array, array_module, to_host
-from minddp.errors import UsageError
+from minddp.distributed import default_group
 from minddp.group import ProcessGroup
 from minddp.nn import BatchNorm, Module
 
@@ -89,8 +89,8 @@ class SyncBatchNorm(BatchNorm):
     """nn.BatchNorm of (N, C, ...) over the batches of all ranks in process_group.
 
     N and what follows C may differ from rank to rank; N may be 0. Together the ranks
-    need 2 values per channel. Evaluation does not communicate, and needs no
-    process_group.
+    need 2 values per channel. Evaluation does not communicate. process_group: that of
+    distributed.py unless given.
 
     Raises: as nn.BatchNorm; PeerError.
     """
@@ -112,12 +112,7 @@ class SyncBatchNorm(BatchNorm):
 
     @property
     def pool(self) -> RankPool:
-        if self.process_group is None:
-            raise UsageError(
-                "SyncBatchNorm: training needs the group whose ranks share the batch. "
-                "Give it process_group=, or call .eval()."
-            )
-        return RankPool(self.process_group)
+        return RankPool(self.process_group or default_group())
 
     @classmethod
     def convert_sync_batchnorm(

@@ -107,23 +107,29 @@ def test_bfloat16_has_the_range_of_float32():
 # ---- PowerSGD ----
 
 
-class Gradients:
-    """Steps whose gradients are given: a layer whose weight gets what it is told."""
+class Given(nn.Module):
+    """A model whose gradients are what it is called with."""
 
-    def __init__(self, pg, state, shape=(6, 8), bias=True):
-        self.m = nn.Linear(shape[1], shape[0], bias=bias, dtype="float64")
+    def __init__(self, shape):
+        self.weight = nn.Parameter(np.zeros(shape))
+        self.bias = nn.Parameter(np.zeros(shape[0]))
+
+    def forward(self, w, b):
+        return (self.weight * w).sum() + (self.bias * b).sum()
+
+
+class Gradients:
+    """Steps whose gradients are given."""
+
+    def __init__(self, pg, state, shape=(6, 8)):
+        self.m = Given(shape)
         self.ddp = DistributedDataParallel(self.m, pg, check_sync_every=0)
         self.ddp.register_comm_hook(state, powerSGD_hook)
 
     def average(self, gradient):
         """What the hook makes of these gradients, (weights, bias)."""
         self.m.zero_grad()
-        w, b = gradient
-        loss = (self.m.weight * w).sum()
-        if self.m.bias is not None:
-            loss = loss + (self.m.bias * b).sum()
-        self.ddp.reducer.sync = True  # forward has not run
-        loss.backward()
+        self.ddp(*gradient).backward()
         return [p.grad.data.copy() for p in self.m.parameters()]
 
 
@@ -214,6 +220,24 @@ def test_powersgd_begins_when_it_is_told_to_and_then_sends_little():
 
     plain, compressed = 4 * 5050, 4 * (2 * 150 + 50)
     assert run_groups(2, body) == [[plain, plain, compressed, compressed]] * 2
+
+
+def test_powersgd_recovers_from_a_step_that_was_skipped():
+    def body(pg):
+        m = nn.Linear(8, 8, bias=False, dtype="float64")
+        ddp = DistributedDataParallel(m, pg, nan="skip", check_sync_every=0)
+        ddp.register_comm_hook(PowerSGDState(pg, 1, 2), powerSGD_hook)
+        finite = []
+        for step in range(6):
+            m.zero_grad()
+            x = np.random.default_rng(step).standard_normal((4, 8))
+            if step == 3 and pg.rank == 1:
+                x[0, 0] = np.nan
+            ddp(x).sum().backward()
+            finite.append(m.weight.grad is not None)
+        return finite, ddp.skipped_steps
+
+    assert run_groups(2, body) == [([True] * 3 + [False] + [True] * 2, 1)] * 2
 
 
 def test_powersgd_leaves_what_it_would_not_shrink():

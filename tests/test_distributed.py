@@ -1,12 +1,13 @@
 """The face of torch.distributed: functions over a default group, sub-groups, spawn."""
 
+import copy
 import os
 import time
 from datetime import timedelta
 
 import numpy as np
 import pytest
-from ranks import run, tell
+from ranks import attempt, run, tell
 
 import minddp
 import minddp.distributed as dist
@@ -63,6 +64,34 @@ def test_a_rank_without_a_color_gets_no_group_and_a_group_can_be_split_again():
         ([2, 3], [3], 12.0),
         None,
     ]
+
+
+def test_a_world_of_one_can_be_split_as_well():
+    def body(pg):
+        alone = pg.split(3)
+        nobody = pg.split(None)
+        x = np.ones(2)
+        alone.all_reduce(x)
+        alone.close()
+        return nobody, alone.ranks, x.tolist()
+
+    assert run_groups(1, body) == [(None, [0], [1.0, 1.0])]
+
+
+def test_a_key_that_is_no_number_is_refused():
+    def body(pg):
+        for key in ("a", 1.7, 2**70):
+            with pytest.raises(UsageError, match="split: key"):
+                pg.split(0, key=key)
+
+    run_groups(1, body)
+
+
+def test_a_model_that_holds_a_group_can_be_copied():
+    def body(pg):
+        return copy.deepcopy({"group": pg})["group"] is pg
+
+    assert run_groups(2, body) == [True, True]
 
 
 def test_messages_and_collectives_of_two_groups_do_not_mix():
@@ -186,6 +215,23 @@ def test_a_sub_group_by_ranks_of_the_world():
     assert seen == [(4.0, [0, 2]), (2.0, [-1, -1]), (4.0, [1, 2])]
 
 
+def test_ranks_that_name_different_groups_are_told():
+    def body():
+        import minddp.distributed as dist
+
+        dist.init_process_group(timeout=5.0)
+        ranks = [0, 1] if dist.get_rank() == 0 else [1, 2]
+        attempt(lambda: dist.new_group(ranks))
+
+    for rank, result in enumerate(run(3, body)):
+        assert "rank 0 names other ranks" in result.raised["text"] or rank == 0
+
+
+def test_leaving_twice_is_fine_if_the_group_was_closed_in_between(world_of_one):
+    dist.default_group().close()
+    dist.destroy_process_group()
+
+
 def test_ddp_takes_the_default_group_and_a_script_may_forget_to_leave():
     def body():
         import minddp as torch
@@ -202,6 +248,16 @@ def test_ddp_takes_the_default_group_and_a_script_may_forget_to_leave():
     assert [r.facts["done"]["grad"] for r in results] == [1.5, 1.5]
     assert [r.code for r in results] == [0, 0]
     assert [r.err for r in results] == ["", ""]
+
+
+def test_without_a_default_group_the_only_one_that_is_open_will_do():
+    with minddp.init_process_group(rank=0, world_size=1) as pg:
+        assert dist.default_group() is pg
+        ddp = minddp.DistributedDataParallel(minddp.nn.Linear(1, 1))
+        assert ddp.process_group is pg
+        second = minddp.init_process_group(rank=0, world_size=1)
+        with second, pytest.raises(UsageError, match="no default process group"):
+            dist.default_group()
 
 
 def test_without_a_default_group_every_function_says_what_to_call():
@@ -294,6 +350,11 @@ def fail_on_rank_1(rank, n, port):
     dist.barrier()
 
 
+def fail_one_after_the_other(rank):
+    time.sleep(1.0 - rank)
+    raise ValueError(f"rank {rank}: " + "x" * 200_000)
+
+
 def exit_with_3(rank):
     if rank == 1:
         os._exit(3)
@@ -326,6 +387,14 @@ def test_the_exception_of_the_rank_that_failed_first_reaches_the_parent():
     assert caught.value.error_index == 1
     assert "KeyError: 'the cause'" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
+
+
+@pytest.mark.processes
+def test_the_first_error_in_time_counts_however_long_it_is():
+    with pytest.raises(ProcessRaisedException) as caught:
+        spawn(fail_one_after_the_other, nprocs=2)
+    assert caught.value.error_index == 1
+    assert "rank 1: " + "x" * 200_000 in str(caught.value)
 
 
 @pytest.mark.processes

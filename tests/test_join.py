@@ -294,6 +294,86 @@ def test_an_empty_batch_weighs_nothing_though_its_gradient_is_infinite():
     assert results == [5.0, 5.0]
 
 
+def test_only_the_forwards_behind_a_backward_count():
+    """Not an evaluation of 100 examples, nor a batch that was left out."""
+
+    def body(pg):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg, weight_by_batch=True)
+        if pg.rank == 0:
+            ddp.eval()
+            ddp(np.ones((100, 1)))
+            ddp.train()
+        a, b = (
+            ddp(np.full((1 + 2 * pg.rank, 1), x * (pg.rank + 1))).mean()
+            for x in (4.0, 8.0)
+        )
+        a.backward()
+        first = m.weight.grad.item()
+        b.backward()
+        return first, m.weight.grad.item()
+
+    once = (1 * 4.0 + 3 * 8.0) / 4
+    assert run_groups(2, body) == [(once, 3 * once)] * 2
+
+
+def test_examples_are_those_of_the_first_tensor_wherever_it_is():
+    class Sum(nn.Module):
+        def __init__(self):
+            self.layer = linear()
+
+        def forward(self, batch, scale=1.0):
+            return self.layer(batch["x"]) * scale
+
+    def body(pg):
+        m = Sum()
+        ddp = DistributedDataParallel(m, pg, weight_by_batch=True)
+        x = np.full((1 + 2 * pg.rank, 1), 4.0 * (pg.rank + 1))
+        ddp({"name": "a batch", "x": x}).mean().backward()
+        with pytest.raises(UsageError, match="the input has no tensor"):
+            ddp({"x": 3})
+        return m.layer.weight.grad.item()
+
+    assert run_groups(2, body) == [7.0, 7.0]
+
+
+def test_batch_norm_goes_along_with_join_and_with_weights():
+    def body(pg, weighted):
+        manual_seed(0)
+        m = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        ddp = DistributedDataParallel(m, pg, weight_by_batch=weighted)
+        draw = np.random.default_rng(pg.rank)
+        with ddp.join():
+            for _ in range(1 + pg.rank):
+                x = draw.standard_normal((4, 3)).astype("f4")
+                ddp(x).sum().backward()
+        return [t.data.tobytes() for t in m.buffers()]
+
+    for weighted in (False, True):
+        first, second = run_groups(2, lambda pg, w=weighted: body(pg, w))
+        assert first == second
+
+
+@pytest.mark.parametrize("batches", [(3, 0), (0, 3), (3, 1)])
+def test_a_static_graph_goes_along_with_join(batches):
+    def body(pg):
+        m = mlp()
+        ddp = DistributedDataParallel(m, pg, static_graph=True, bucket_cap_mb=1e-6)
+        optimizer = optim.SGD(m.parameters(), lr=0.1)
+        for _ in range(2):  # in the second epoch rank 1, or 0, has its first batch
+            with ddp.join():
+                for _ in range(batches[pg.rank]):
+                    optimizer.zero_grad()
+                    ddp(np.full((2, 3), pg.rank + 1.0)).sum().backward()
+                    optimizer.step()
+        optimizer.zero_grad()
+        ddp(np.full((2, 3), pg.rank + 1.0)).sum().backward()
+        return [p.grad.data.tobytes() for p in m.parameters()]
+
+    first, second = run_groups(2, body)
+    assert first == second
+
+
 def test_batches_of_equal_length_weigh_exactly_one():
     def body(pg, weighted):
         m = mlp()

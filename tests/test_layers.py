@@ -14,7 +14,7 @@ COMPUTE = [
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "mailbox", "rooted", "group", "distributed"),
+    *("rendezvous", "ring", "work", "mailbox", "rooted", "payload", "group", "distributed"),
 ]
 MEET = [
     *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),
@@ -22,7 +22,7 @@ MEET = [
 ]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "multiprocessing", "testing"),
-    *("bench", "__init__", "__main__"),
+    *("bench_step", "bench", "__init__", "__main__"),
 ]
 
 # A module may import those before it in a list that contains it.

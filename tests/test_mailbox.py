@@ -242,6 +242,48 @@ def test_a_rank_that_has_left_is_not_waited_for(verb):
     run_groups(2, body, timeout=20.0)
 
 
+def test_rank_0_may_leave_once_all_have_sent_something():
+    def body(pg):
+        others = [r for r in range(4) if r != pg.rank]
+        sent = [pg.isend(np.zeros(1), r) for r in others]
+        for r in others:
+            pg.recv(np.zeros(1), r)
+        for work in sent:
+            work.wait()
+        if pg.rank == 0:
+            return True
+        while 0 not in pg._control.departed:
+            time.sleep(0.01)
+        others.remove(0)
+        works = [pg.isend(np.array([7.0]), r) for r in others]
+        for r in others:
+            x = np.zeros(1)
+            pg.recv(x, r)
+            assert x.item() == 7.0
+        for work in works:
+            work.wait()
+        return True
+
+    assert run_groups(4, body, timeout=20.0) == [True] * 4
+
+
+def test_a_first_message_after_rank_0_has_left_ends_at_once_with_its_name():
+    def body(pg):
+        if pg.rank == 0:
+            return
+        while 0 not in pg._control.departed:
+            time.sleep(0.01)
+        start = time.monotonic()
+        with pytest.raises(PeerLost, match="rank 0 closed its group after 0"):
+            if pg.rank == 1:
+                pg.send(np.zeros(1), 2)
+            else:
+                pg.recv(np.zeros(1), 1)
+        assert time.monotonic() - start < 10
+
+    run_groups(3, body, timeout=20.0)
+
+
 def test_a_rank_that_fails_ends_the_messages_of_all_others():
     def body(pg):
         if pg.rank == 2:
@@ -290,6 +332,20 @@ def test_wrong_calls_are_refused_before_anything_happens():
         pg.barrier()
 
     run_groups(2, body)
+
+
+def test_what_was_sent_before_closing_arrives_if_somebody_waits_for_it():
+    def body(pg):
+        if pg.rank == 0:
+            time.sleep(0.3)
+            pg.isend(np.arange(1000.0), 1)
+            return None  # and the group closes at once
+        x = np.zeros(1000)
+        pg.recv(x, 0)
+        return x.sum()
+
+    for _ in range(5):
+        assert run_groups(2, body)[1] == 499_500.0
 
 
 def test_a_request_that_is_never_waited_for_does_not_hold_up_the_end():

@@ -1,6 +1,9 @@
 """The bucketed DDP: when gradients travel, in which portions, and what is refused."""
 
+import copy
+import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 
 from minddp import functional as F
 from minddp import manual_seed, nn
-from minddp.autograd import Tensor
+from minddp.autograd import Tensor, no_grad
 from minddp.buckets import MIB, Bucket, Size, plan
 from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from minddp.errors import MindDPError, PeerLost, ReplicaError, UsageError
@@ -263,6 +266,77 @@ def test_no_sync_counts_where_forward_runs_and_the_sum_is_right_in_any_case(
     assert run_groups(2, lambda pg: accumulate(pg, style)) == [(total, sent)] * 2
 
 
+@pytest.mark.parametrize("where", ["evaluation", "no_sync"])
+def test_another_forward_before_backward_does_not_turn_the_average_off(where):
+    """One that records nothing, or whose own backward would not send."""
+
+    def body(pg):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg)
+        loss = ddp(ONE * (pg.rank + 1)).sum()
+        with no_grad() if where == "evaluation" else ddp.no_sync():
+            ddp(ONE * 100)
+        loss.backward()
+        averaged = m.weight.grad.item()
+        ddp(ONE)  # a forward without a backward, as of a batch that is left out
+        with ddp.no_sync():
+            ddp(ONE).sum().backward()  # and this one is local again
+        return averaged, ddp.logging_data()["iteration"]
+
+    assert run_groups(2, body) == [(1.5, 1)] * 2
+
+
+def test_the_wrapped_model_can_be_trained_beside_its_wrapper_on_one_rank_alone():
+    def body(pg):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg)
+        ddp(ONE).sum().backward()
+        calls = collectives(pg)
+        m.zero_grad()
+        if pg.rank == 1:
+            ddp.module(ONE * 7).sum().backward()
+        return m.weight.grad and m.weight.grad.item(), collectives(pg) - calls
+
+    assert run_groups(2, body) == [(None, 0), (7.0, 0)]
+
+
+def test_two_wrappers_of_one_model_take_turns():
+    def body(pg):
+        m = nn.Sequential(linear(64, 64), linear(64, 64))
+        wrappers = [TinyBuckets(m, pg), DistributedDataParallel(m, pg)]
+        for step in range(6):
+            m.zero_grad()
+            calls = collectives(pg)
+            x = np.full((1, 64), pg.rank + 1.0)
+            wrappers[step % 2](x).sum().backward()
+            if step > 1:  # the first backward of each makes its buckets anew
+                assert collectives(pg) - calls == len(wrappers[step % 2].buckets)
+            expected = 1.5 * (np.ones((1, 64)) @ m[0].weight.data.T)
+            np.testing.assert_allclose(
+                m[1].weight.grad.data[0], expected[0], rtol=1e-12
+            )
+        return True
+
+    assert run_groups(2, body) == [True, True]
+
+
+def test_each_step_may_run_in_a_thread_of_its_own():
+    def body(pg):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg)
+        seen = []
+        for step in range(3):
+            m.zero_grad()
+            x = ONE * (pg.rank + step)
+            thread = threading.Thread(target=lambda x=x: ddp(x).sum().backward())
+            thread.start()
+            thread.join()
+            seen.append(m.weight.grad.item())
+        return seen
+
+    assert run_groups(2, body) == [[0.5, 1.5, 2.5]] * 2
+
+
 def test_no_sync_ends_with_its_block_even_if_that_raises():
     def body(pg):
         ddp = DistributedDataParallel(linear(), pg)
@@ -384,6 +458,17 @@ def test_models_that_differ_are_refused_on_all_ranks_alike(kind, on_rank_0, on_r
     assert len(set(texts)) == 1
     assert f"rank 0 has {on_rank_0}" in texts[0].replace("parameter ", "")
     assert f"but rank 1 has {on_rank_1}" in texts[0].replace("parameter ", "")
+
+
+def test_settings_that_decide_what_is_sent_must_be_the_same():
+    def body(pg):
+        with pytest.raises(UsageError) as caught:
+            DistributedDataParallel(linear(), pg, bucket_cap_mb=25.0 - pg.rank)
+        return str(caught.value)
+
+    for text in run_groups(2, body):
+        assert "rank 0 has setting bucket_cap_mb=25.0" in text
+        assert "rank 1 has setting bucket_cap_mb=24.0" in text
 
 
 def test_buffers_come_from_rank_0_even_if_they_are_not_broadcast_later():
@@ -630,6 +715,19 @@ def test_a_parameter_that_gets_two_gradients_in_a_static_backward_is_sent_once()
         run_groups(2, partial(body, static=False))
 
 
+def test_a_static_graph_needs_no_search_for_unused_parameters():
+    def body(pg):
+        m = Uneven()
+        settings = {"static_graph": True, "find_unused_parameters": True}
+        ddp = TinyBuckets(m, pg, **settings)
+        for _ in range(3):
+            m.zero_grad()
+            ddp(ONE, "ab").sum().backward()
+        return [p.grad and p.grad.item() for p in m.parameters()]
+
+    assert run_groups(2, body) == [[1.0, 1.0, None]] * 2
+
+
 def test_a_static_graph_that_changes_is_refused_by_name():
     def body(pg):
         ddp = DistributedDataParallel(Uneven(), pg, static_graph=True)
@@ -654,16 +752,122 @@ def test_a_static_graph_that_lacks_a_gradient_is_refused_by_name():
         run_groups(2, body)
 
 
-def test_a_loss_that_uses_a_parameter_behind_the_outputs_back_is_refused():
-    """find_unused_parameters looks at the outputs of forward only."""
+def test_a_loss_may_use_a_parameter_without_forward_and_leave_an_output_out():
+    """Whether it is used is a question to backward, not to forward's outputs."""
 
+    class Both(Branches):
+        def forward(self, x):
+            return {"a": self.a(x), "b": self.b(x)}
+
+    def body(pg, use):
+        m = Both()
+        ddp = TinyBuckets(m, pg, find_unused_parameters=True)
+        ddp(ONE)  # and a forward may have no backward at all
+        loss = ddp(ONE)["a"].sum()
+        if use:
+            loss = loss + (m.b.weight * m.b.weight).sum()
+        loss.backward()
+        return [p.grad and p.grad.item() for p in m.parameters()]
+
+    assert run_groups(2, partial(body, use=True)) == [[1.0, 2.0]] * 2
+    assert run_groups(2, partial(body, use=False)) == [[1.0, None]] * 2
+
+
+def test_outputs_in_a_dataclass_or_in_an_object_unknown_are_averaged_as_well():
+    @dataclass
+    class Output:
+        logits: Tensor
+
+    class Unknown:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Wrapped(nn.Module):
+        def __init__(self, kind):
+            self.layer, self.kind = linear(), kind
+
+        def forward(self, x):
+            return self.kind(self.layer(x))
+
+    def body(pg, kind):
+        m = Wrapped(kind)
+        ddp = DistributedDataParallel(m, pg)
+        ddp(ONE * pg.rank).logits.sum().backward()
+        return m.layer.weight.grad.item()
+
+    for kind in (Output, Unknown):
+        assert run_groups(2, partial(body, kind=kind)) == [0.5, 0.5]
+
+
+def test_a_stale_gradient_that_no_rank_has_used_stays_to_the_bit():
     def body(pg):
         m = Branches()
         ddp = TinyBuckets(m, pg, find_unused_parameters=True)
-        (ddp(ONE, use="a") + (m.b.weight * m.b.weight).sum()).sum().backward()
+        ddp(ONE / 3, use="ab").sum().backward()
+        before = m.b.weight.grad.data.tobytes()
+        for _ in range(3):
+            ddp(ONE, use="a").sum().backward()
+        return before == m.b.weight.grad.data.tobytes()
 
-    with pytest.raises(UsageError, match=r"'b\.weight' got a second gradient"):
-        run_groups(2, body)
+    assert run_groups(3, body) == [True] * 3
+
+
+def test_gradients_that_are_no_views_outlive_the_next_backward():
+    def body(pg):
+        m = mlp()
+        ddp = TinyBuckets(m, pg, gradient_as_bucket_view=False)
+        kept = []
+        for step in range(3):
+            m.zero_grad()
+            ddp(np.full((1, 4), pg.rank + 1.0 + step)).sum().backward()
+            kept.append(m[0].weight.grad.data)
+        shares = np.shares_memory(kept[-1], ddp.buckets[-1].flat)
+        return [g.tobytes() for g in kept], shares
+
+    def oracle(pg):
+        m = mlp()
+        ddp = DistributedDataParallel(m, pg)
+        kept = []
+        for step in range(3):
+            m.zero_grad()
+            ddp(np.full((1, 4), pg.rank + 1.0 + step)).sum().backward()
+            kept.append(m[0].weight.grad.data.tobytes())
+        return kept
+
+    results = run_groups(2, body)
+    assert [shares for _, shares in results] == [False, False]
+    assert [kept for kept, _ in results] == run_groups(2, oracle)
+
+
+def test_what_makes_no_sense_is_refused_by_name():
+    def body(pg):
+        for cap in (float("inf"), float("nan"), "25", -1, 0, None):
+            with pytest.raises(UsageError, match="bucket_cap_mb"):
+                DistributedDataParallel(linear(), pg, bucket_cap_mb=cap)
+        m = linear()
+        ddp = DistributedDataParallel(m, pg)
+        with pytest.raises(UsageError, match=r"Copy ddp\.module"):
+            copy.deepcopy(ddp)
+        copy.deepcopy(m)
+        m.to("float32")
+        with pytest.raises(UsageError, match="float64 has become float32"):
+            ddp(ONE)
+        m.to("float64")
+        ddp.register_comm_hook(None, lambda state, bucket: None)
+        with pytest.raises(UsageError, match="hook returned None for bucket 0"):
+            ddp(ONE).sum().backward()
+
+    run_groups(1, body)
+
+
+def test_hooks_of_wrappers_that_have_gone_are_taken_off():
+    def body(pg):
+        m = linear()
+        for _ in range(5):
+            DistributedDataParallel(m, pg)
+        return len(m.weight._hooks)
+
+    assert run_groups(1, body) == [0]
 
 
 # ---- The logger ----
@@ -697,6 +901,43 @@ def test_the_logging_data_have_pytorchs_names_and_add_up():
         for name in ("forward_compute_time", "backward_compute_time"):
             assert data[name] > 0
             assert data[f"avg_{name}"] > 0
+
+
+def test_the_order_of_gradients_is_that_of_the_first_backward():
+    def body(pg):
+        ddp = TinyBuckets(Branches(), pg, find_unused_parameters=True)
+        orders = []
+        for use in ("ba", "ab", "ab"):
+            ddp(ONE, use=use).sum().backward()
+            name = "prev_iteration_grad_ready_order_indices"
+            orders.append(ddp.logging_data()[name])
+        return orders
+
+    assert run_groups(2, body) == [[[0, 1]] * 3] * 2
+
+
+def test_waiting_for_a_slow_rank_before_buckets_leave_is_no_overlap():
+    def body(pg):
+        ddp = DistributedDataParallel(mlp(), pg, weight_by_batch=True)
+        x = np.ones((2, 4))
+        ddp(x).sum().backward()
+        loss = ddp(x).sum()
+        time.sleep(0.3 * pg.rank)  # rank 0 waits in the roll call
+        loss.backward()
+        return ddp.logging_data()["backward_compute_comm_overlap_time"]
+
+    assert max(run_groups(2, body)) < 0.2e9
+
+
+def test_once_a_ddp_has_gone_gradients_have_arrays_of_their_own():
+    def body(pg):
+        m = mlp()
+        ddp = DistributedDataParallel(m, pg)
+        assert m[0].weight.grad_home is ddp.buckets[0].views[-1]
+        del ddp
+        return [p.grad_home for p in m.parameters()]
+
+    assert run_groups(1, body) == [[None] * 6]
 
 
 def test_communication_that_backward_hides_is_counted_as_overlap():

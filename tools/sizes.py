@@ -20,7 +20,7 @@ START, END = "<!-- sizes -->", "<!-- end of sizes -->"
 PARTS = {
     "What teaches DDP": [
         *("frame", "handshake", "net", "lobby", "verdict", "control", "rendezvous"),
-        *("ring", "work", "group", "replicas", "buckets", "comm_hooks", "join"),
+        *("ring", "work", "payload", "group", "replicas", "buckets", "comm_hooks", "join"),
         *("reducer", "ddp"),
     ],
     "More of DDP": [
@@ -33,7 +33,7 @@ PARTS = {
     ],
     "Around them": [
         *("errors", "environment", "launch", "supervise", "relay", "progress"),
-        *("multiprocessing", "testing", "bench", "__init__", "__main__"),
+        *("multiprocessing", "testing", "bench", "bench_step", "__init__", "__main__"),
     ],
 }
 NOISE = {

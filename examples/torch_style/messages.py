@@ -5,7 +5,7 @@
 In the manner of a first lesson on torch.distributed. It prints:
 
     [rank 1] blocking: rank 1 has 1.0
-    [rank 3] immediate: rank 3 has 2.0, and rank 2 did not wait
+    [rank 3] immediate: rank 3 has 2.0, and rank 2 had gone on: True
     [rank 0] group: ranks 0 and 1 have 2.0
     [rank 1] group: ranks 0 and 1 have 2.0
     [rank 0] ring by hand: 6.0, as dist.all_reduce: 6.0
@@ -13,6 +13,8 @@ In the manner of a first lesson on torch.distributed. It prints:
     [rank 2] ring by hand: 6.0, as dist.all_reduce: 6.0
     [rank 3] ring by hand: 6.0, as dist.all_reduce: 6.0
 """
+
+import time
 
 import minddp as torch
 import minddp.distributed as dist
@@ -30,16 +32,22 @@ def blocking(rank):
 
 
 def immediate(rank):
-    """Rank 2 sends and goes on at once; only then it waits."""
-    tensor = torch.zeros(1)
+    """Rank 2 does not wait until its message has been received; rank 3 takes its time."""
+    tensor, gone_on = torch.zeros(1), torch.zeros(1)
     if rank == 2:
         tensor += 2
         request = dist.isend(tensor=tensor, dst=3)
+        gone_on += not request.is_completed()
         request.wait()
+        dist.send(gone_on, dst=3)
     elif rank == 3:
-        request = dist.irecv(tensor=tensor, src=2)
-        request.wait()
-        print(f"immediate: rank {rank} has {tensor[0]}, and rank 2 did not wait")
+        time.sleep(0.2)
+        dist.recv(tensor=tensor, src=2)
+        dist.recv(gone_on, src=2)
+        print(
+            f"immediate: rank {rank} has {tensor[0]}, and rank 2 had gone on: "
+            f"{bool(gone_on)}"
+        )
 
 
 def in_a_group(rank):
