@@ -21,7 +21,7 @@ The two columns know nothing of each other. They meet in `ddp`. To run a script 
 written for PyTorch: `import minddp as torch`, `import minddp.distributed as dist`.
 """
 
-from minddp import data, distributed, functional, nn, optim
+from minddp import amp, data, distributed, functional, nn, optim
 from minddp.autograd import Tensor, no_grad, set_grad_enabled
 from minddp.checkpoint import load, save
 from minddp.creation import (
@@ -63,7 +63,15 @@ from minddp.errors import (
     ReplicaError,
     UsageError,
 )
-from minddp.functional import cat, matmul, maximum, minimum, stack, where
+from minddp.functional import (
+    cat,
+    einsum,
+    matmul,
+    maximum,
+    minimum,
+    stack,
+    where,
+)
 from minddp.group import ProcessGroup, init_process_group
 from minddp.multiprocessing import spawn
 
@@ -72,7 +80,6 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "DistributedDataParallel",
-    "F",
     "MindDPError",
     "NonFiniteError",
     "PeerError",
@@ -83,12 +90,13 @@ __all__ = [
     "ReplicaError",
     "Tensor",
     "UsageError",
+    "amp",
     "arange",
-    "as",
     "cat",
     "data",
     "distributed",
     "double",
+    "einsum",
     "empty",
     "eye",
     "float16",

@@ -57,10 +57,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
 from operator import attrgetter, index
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from minddp import neural_ops as neural
 from minddp import tensor_ops as ops
 from minddp.device import (
     Array,
@@ -72,6 +73,23 @@ from minddp.device import (
 )
 from minddp.errors import UsageError
 
+# ---- Memory ----
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what is freed, up to 64 MB, instead of returning it at once.
+
+    Each backward frees what its forward has kept, and the next forward wants as much
+    again; pages that come back from the system are zeroed first, which took a third of
+    a GPT's step. glibc returns memory by a threshold which grows to twice the largest
+    block that was returned, of at most 32 MB: so one such block is. It is not written
+    to, so it costs nothing, and other allocators do not mind.
+    """
+    np.empty((32 << 20) - (64 << 10), "uint8")
+
+
+_keep_freed_memory()
+
 # ---- Recording ----
 
 
@@ -80,13 +98,15 @@ class _State(threading.local):
 
     recording = True  # False inside no_grad and during backward
     depth = 0  # backward calls that are running: a hook may start another
-    number = 0  # of the outermost backward: 1, 2, 3, ...
+    passing: Pass | None = None  # the outermost of them
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[], None]] = []
         self.outside: list[bool] = []  # `recording` around each no_grad we are in
+        self.choosers: list[Chooser] = []  # of each `substitute` we are in
 
 
+Chooser: TypeAlias = "Callable[[ops.Op, tuple[Tensor, ...]], ops.Op]"
 _state = _State()
 _serials = itertools.count()
 
@@ -129,6 +149,19 @@ class set_grad_enabled:
         _state.recording = self._before
 
 
+class substitute:
+    """Inside, `apply` runs choose(op, inputs) where it was given op (see amp.py)."""
+
+    def __init__(self, choose: Chooser):
+        self._choose = choose
+
+    def __enter__(self) -> None:
+        _state.choosers.append(self._choose)
+
+    def __exit__(self, *exc: object) -> None:
+        _state.choosers.pop()
+
+
 _LAZY = (
     inspect.isgeneratorfunction,
     inspect.iscoroutinefunction,
@@ -142,7 +175,7 @@ class Node:
     In PyTorch: `torch::autograd::Node`, what `tensor.grad_fn` shows.
     """
 
-    __slots__ = ("op", "serial", "targets", "writes")
+    __slots__ = ("__weakref__", "op", "serial", "targets", "writes")
 
     def __init__(self, op: ops.Op, targets: tuple[Node | Tensor | None, ...]):
         self.op: ops.Op | None = op
@@ -160,6 +193,8 @@ def apply(op: ops.Op, *inputs: Tensor) -> Tensor:
 
     A result of integers is not: it cannot move a little, so no gradient gets through.
     """
+    if _state.choosers:
+        op = _state.choosers[-1](op, inputs)
     op.needs = needs = [x._requires_grad for x in inputs]
     y = Tensor(_forward(op, [x.data for x in inputs]))
     if _state.recording and True in needs and y.data.dtype.kind == "f":
@@ -250,7 +285,6 @@ def backward(root: Tensor, gy: Array, retain_graph: bool) -> None:
     """
     recording, _state.recording = _state.recording, False
     _state.depth += 1
-    _state.number += _state.depth == 1
     try:
         _replay(root, gy, retain_graph)
         if _state.depth == 1:
@@ -260,12 +294,29 @@ def backward(root: Tensor, gy: Array, retain_graph: bool) -> None:
         _state.depth -= 1
         _state.recording = recording
         if _state.depth == 0:
+            _state.passing = None
             _state.callbacks.clear()
 
 
-def backward_number() -> int:
-    """Which outermost backward of this thread is running, or was the last: 1, 2, ..."""
-    return _state.number
+class Pass:
+    """One backward, the outermost: the ops that it runs and the leaves it comes to.
+
+    What a backward within it (`checkpoint`) runs is not in here.
+    """
+
+    __slots__ = ("leaves", "nodes", "token")
+
+    def __init__(self, nodes: set[Node], leaves: set[Tensor]):
+        self.nodes, self.leaves = nodes, leaves
+        self.token = object()  # tells it from others, without keeping its nodes
+
+
+def current_pass() -> Pass:
+    """The backward that is running now; for hooks. Raises: UsageError outside of
+    one."""
+    if _state.passing is None:
+        raise UsageError("no backward is running: ask from a gradient hook")
+    return _state.passing
 
 
 def is_recording() -> bool:
@@ -273,15 +324,18 @@ def is_recording() -> bool:
     return _state.recording
 
 
-def leaves_behind(*roots: Tensor) -> dict[Tensor, int]:
-    """The leaves that backward from these tensors would reach, with their uses."""
-    leaves: dict[Tensor, int] = {}
-    for root in roots:
-        if root._node is not None:
-            leaves |= _reachable(root._node)[1]
-        elif root._requires_grad:
-            leaves[root] = 1
-    return leaves
+def bytes_held(root: Tensor) -> int:
+    """The bytes of all arrays that backward from this tensor needs, each once.
+
+    Parameters and inputs are counted as well, where an op has kept them.
+    """
+    owners: dict[int, int] = {}
+    for node in _reachable(root._node)[0] if root._node else ():
+        for kept in vars(node.op).values():
+            if hasattr(kept, "nbytes"):
+                owner = _owner(kept)
+                owners[id(owner)] = getattr(owner, "nbytes", kept.nbytes)
+    return sum(owners.values())
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -302,11 +356,13 @@ def queue_callback(callback: Callable[[], None]) -> None:
 
 def _replay(root: Tensor, gy: Array, retain_graph: bool) -> None:
     """Run the ops behind root backward, youngest first; free each one that has run."""
+    nodes, uses = _reachable(root._node) if root._node else ([], {root: 1})
+    if _state.depth == 1:
+        _state.passing = Pass(set(nodes), set(uses))
     if root._node is None:  # root is itself a leaf
         _accumulate(root, gy, adopt=False)
         _run_hooks(root)
         return
-    nodes, uses = _reachable(root._node)
     gradients = {root._node: gy}
     for node in sorted(nodes, key=attrgetter("serial"), reverse=True):
         _step(node, gradients.pop(node), gradients, uses)
@@ -411,6 +467,7 @@ class _Recompute(ops.Op):
     def __init__(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]):
         self.function, self.inputs = function, inputs
         self.random = generator().bit_generator.state
+        self.choosers = list(_state.choosers)
 
     def forward(self, *arrays: Array) -> Array:
         with no_grad():
@@ -428,12 +485,13 @@ class _Recompute(ops.Op):
         ]
         random = generator().bit_generator
         now, random.state = random.state, self.random  # dropout is to drop the same
+        choosers, _state.choosers = _state.choosers, self.choosers
         _state.recording = True
         try:
             y = self.function(*inputs)
         finally:
             _state.recording = False
-            random.state = now
+            random.state, _state.choosers = now, choosers
         if y._requires_grad:
             backward(y, gy, retain_graph=False)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
@@ -469,6 +527,13 @@ def checkpoint(
 
 
 # ---- Tensor ----
+
+
+class Sorted(NamedTuple):
+    """What sort and topk return, as in PyTorch."""
+
+    values: Tensor
+    indices: Tensor
 
 
 class Tensor:
@@ -541,6 +606,11 @@ class Tensor:
         """Set requires_grad and return the tensor."""
         self.requires_grad = requires_grad
         return self
+
+    @property
+    def node(self) -> Node | None:
+        """What made it, if that was recorded (torch: `grad_fn`)."""
+        return self._node
 
     @property
     def is_leaf(self) -> bool:
@@ -751,6 +821,19 @@ class Tensor:
     def tanh(self) -> Tensor:                  return apply(ops.Tanh(), self)
     def sigmoid(self) -> Tensor:               return apply(ops.Sigmoid(), self)
     def relu(self) -> Tensor:                  return apply(ops.ReLU(), self)
+    def log1p(self) -> Tensor:                 return apply(ops.Log1p(), self)
+    def expm1(self) -> Tensor:                 return apply(ops.Expm1(), self)
+    def sin(self) -> Tensor:                   return apply(ops.Sin(), self)
+    def cos(self) -> Tensor:                   return apply(ops.Cos(), self)
+    def erf(self) -> Tensor:                   return apply(neural.Erf(), self)
+    def rsqrt(self) -> Tensor:                 return apply(ops.Rsqrt(), self)
+    def reciprocal(self) -> Tensor:            return self ** -1.0
+    def square(self) -> Tensor:                return self ** 2
+    def sign(self) -> Tensor:                  return apply(ops.Sign(), self)
+    def softmax(self, dim: int) -> Tensor:     return apply(neural.Softmax(dim), self)
+    def log_softmax(self, dim: int) -> Tensor:
+        return apply(neural.LogSoftmax(dim), self)
+    def pow(self, exponent: Any) -> Tensor:    return self.__pow__(exponent)
     def float(self) -> Tensor:                 return self.to("float32")
     def long(self) -> Tensor:                  return self.to("int64")
     def clone(self) -> Tensor:                 return apply(ops.Cast(self.dtype), self)
@@ -818,9 +901,206 @@ class Tensor:
         """The smallest values; those that tie share the gradient (torch: `amin`)."""
         return apply(ops.Min(dim, keepdim), self)
 
-    def argmax(self, dim: int | None = None) -> Tensor:
+    def amax(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        """`max` under the name that it has in PyTorch."""
+        return self.max(dim, keepdim)
+
+    def amin(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        """`min` under the name that it has in PyTorch."""
+        return self.min(dim, keepdim)
+
+    def var(
+        self,
+        dim: ops.Axis = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        *,
+        correction: builtins.float | None = None,
+    ) -> Tensor:
+        """The variance: squares summed, divided by n - correction.
+
+        correction: 1 if unbiased, else 0, unless it is given.
+        """
+        return apply(self._spread(ops.Var, dim, unbiased, keepdim, correction), self)
+
+    def std(
+        self,
+        dim: ops.Axis = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        *,
+        correction: builtins.float | None = None,
+    ) -> Tensor:
+        """The square root of `var`; where it is 0, the gradient is 0."""
+        return apply(self._spread(ops.Std, dim, unbiased, keepdim, correction), self)
+
+    def _spread(
+        self,
+        op: type[ops.Var],
+        dim: ops.Axis,
+        unbiased: bool,
+        keepdim: bool,
+        correction: builtins.float | None,
+    ) -> ops.Var:
+        if isinstance(dim, bool) or self.dtype.kind != "f":
+            raise UsageError(
+                "var and std are of floats, over dim, an axis or several; write "
+                f"unbiased={dim} with its name. dim is {dim!r}, and the tensor of "
+                f"{self.dtype}."
+            )
+        return op(dim, keepdim, unbiased if correction is None else correction)
+
+    def prod(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """The product along an axis, or of all elements."""
+        if dim is None:
+            return self.reshape(-1).prod(0)
+        return apply(ops.Prod(self._axis(dim), keepdim), self)
+
+    def cumsum(self, dim: int) -> Tensor:
+        """Running sums along an axis."""
+        return apply(ops.CumSum(self._axis(dim)), self)
+
+    def any(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        """Whether one is not 0."""
+        return Tensor(self.data.astype("bool").any(dim, keepdims=keepdim))
+
+    def all(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
+        """Whether none is 0."""
+        return Tensor(self.data.astype("bool").all(dim, keepdims=keepdim))
+
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """Where the largest element is; positions have no gradient."""
-        return Tensor(self.data.argmax(None if dim is None else self._axis(dim)))
+        axis = None if dim is None else self._axis(dim)
+        return Tensor(self.data.argmax(axis, keepdims=keepdim))
+
+    def argmin(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        """Where the smallest element is; positions have no gradient."""
+        axis = None if dim is None else self._axis(dim)
+        return Tensor(self.data.argmin(axis, keepdims=keepdim))
+
+    # -- order --
+
+    def argsort(self, dim: int = -1, descending: bool = False) -> Tensor:
+        """Where the smallest is, and the next, and so on; equals keep their order.
+
+        NaN counts as the largest.
+        """
+        xp, axis = array_module(self.data), self._axis(dim)
+        if not descending:
+            return Tensor(xp.argsort(self.data, axis, kind="stable"))
+        order = xp.argsort(xp.flip(self.data, axis), axis, kind="stable")
+        return Tensor(self.shape[axis] - 1 - xp.flip(order, axis))
+
+    def sort(self, dim: int = -1, descending: bool = False) -> Sorted:
+        """The elements in order along an axis, and where they were."""
+        order = self.argsort(dim, descending)
+        return Sorted(self.gather(dim, order), order)
+
+    def topk(
+        self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> Sorted:
+        """The k largest, or smallest, along an axis, in order, and where they are."""
+        axis = self._axis(dim)
+        if not _is_int(k) or not 0 <= k <= self.shape[axis]:
+            raise UsageError(f"topk: {k!r} of {self.shape[axis]} elements")
+        order = self.argsort(dim, descending=largest)
+        order = order[(slice(None),) * axis + (slice(k),)]
+        return Sorted(self.gather(dim, order), order)
+
+    def gather(self, dim: int, index: Any) -> Tensor:
+        """Elements at places along an axis: y[i][j] = x[index[i][j]][j] for dim 0.
+
+        index has as many axes as the tensor, the others no longer than it.
+        """
+        axis, places = self._axis(dim), as_tensor(index).data
+        fits = places.ndim == self.ndim and all(
+            n <= m or i == axis
+            for i, (n, m) in enumerate(zip(places.shape, self.shape, strict=False))
+        )
+        if not fits:
+            raise UsageError(f"gather: index {places.shape} does not fit {self.shape}")
+        neural.check_range(places, self.shape[axis], "index", "elements")
+        return apply(ops.Gather(places, axis), self)
+
+    def multinomial(self, num_samples: int, replacement: bool = False) -> Tensor:
+        """Draw positions, with probability in proportion to the elements.
+
+        (n,) -> (num_samples,), (rows, n) -> (rows, num_samples). From the host
+        generator: seed it. Raises UsageError for a negative or infinite element, and
+        for fewer than can be drawn, a row of zeros included.
+        """
+        weights = to_host(self.data).astype("float64")
+        rows = weights.reshape(-1, self.shape[-1]) if 1 <= self.ndim <= 2 else weights
+        least = 1 if replacement else num_samples
+        if (
+            rows.ndim != 2
+            or num_samples < 1
+            or not (np.isfinite(rows) & (rows >= 0)).all()
+            or ((rows > 0).sum(1) < least).any()
+        ):
+            raise UsageError(
+                f"multinomial: cannot draw {num_samples} from {self.shape}. Elements "
+                f"are 0 or more and finite, at least {least} above 0 in a row."
+            )
+        # The first of n arrivals, at rates w: its place has probability w / sum(w).
+        count = num_samples if replacement else 1
+        waits = generator().exponential(size=(count, *rows.shape))
+        with np.errstate(divide="ignore"):
+            waits = np.where(rows > 0, waits / rows, np.inf)
+        if replacement:
+            drawn = waits.argmin(-1).T
+        else:
+            drawn = waits[0].argsort(-1, kind="stable")[:, :num_samples]
+        drawn = drawn.reshape(*self.shape[:-1], num_samples)
+        return Tensor(self.device.put(drawn))
+
+    # -- limits and masks --
+
+    def clamp(
+        self,
+        min: builtins.float | None = None,
+        max: builtins.float | None = None,
+    ) -> Tensor:
+        """At least min, at most max, which are numbers.
+
+        The gradient passes where the element is within, the bounds included.
+        """
+        for bound in (min, max):
+            if isinstance(bound, Tensor | np.ndarray) or min is max is None:
+                raise UsageError(
+                    "clamp: give min, max or both, as numbers; for tensors there are "
+                    "F.maximum and F.minimum"
+                )
+        return apply(ops.Clip(min, max), self)
+
+    def clip(
+        self,
+        min: builtins.float | None = None,
+        max: builtins.float | None = None,
+    ) -> Tensor:
+        """clamp."""
+        return self.clamp(min, max)
+
+    def masked_fill(self, mask: Any, value: Any) -> Tensor:
+        """`value` where the mask is True; there the gradient is 0."""
+        chosen = as_tensor(mask).data
+        if chosen.dtype != "bool":
+            raise UsageError(f"masked_fill: the mask must be bool, not {chosen.dtype}")
+        return _apply2(ops.Where(chosen), value, self)
+
+    def tril(self, diagonal: int = 0) -> Tensor:
+        """The last two axes with 0 above the diagonal, or the diagonal-th above it."""
+        return self._triangle(diagonal, lower=True)
+
+    def triu(self, diagonal: int = 0) -> Tensor:
+        """The last two axes with 0 below the diagonal, or the diagonal-th above it."""
+        return self._triangle(diagonal - 1, lower=False)
+
+    def _triangle(self, diagonal: int, lower: bool) -> Tensor:
+        if self.ndim < 2:
+            raise UsageError(f"tril and triu need two axes, and this is {self.shape}")
+        below = array_module(self.data).tri(*self.shape[-2:], diagonal, dtype="bool")
+        return self.masked_fill(~below if lower else below, 0)
 
     # -- shape --
 
@@ -864,8 +1144,65 @@ class Tensor:
         starts = range(0, self.shape[dim], size)
         return [self[(*before, slice(i, i + size))] for i in starts]
 
+    def chunk(self, chunks: int, dim: int = 0) -> list[Tensor]:
+        """At most `chunks` pieces along an axis, all but the last of equal length."""
+        if not _is_int(chunks) or chunks < 1:
+            raise UsageError(f"chunk: the number of pieces is 1 or more, not {chunks}")
+        return self.split(max(-(-self.size(dim) // chunks), 1), dim)
+
+    def unbind(self, dim: int = 0) -> list[Tensor]:
+        """The slices along an axis, without it."""
+        before = (slice(None),) * self._axis(dim)
+        return [self[(*before, i)] for i in range(self.shape[dim])]
+
+    def squeeze(self, dim: int | tuple[int, ...] | None = None) -> Tensor:
+        """Without the axes of length 1, or without those of them in dim."""
+        dims: Any = range(self.ndim) if dim is None else dim
+        chosen = [self._axis(i) for i in ((dims,) if _is_int(dims) else dims)]
+        shape = [n for i, n in enumerate(self.shape) if i not in chosen or n != 1]
+        return self.reshape(*shape)
+
+    def unsqueeze(self, dim: int) -> Tensor:
+        """With a new axis of length 1 at `dim`, which may count from the end."""
+        if not _is_int(dim) or not -self.ndim - 1 <= dim <= self.ndim:
+            raise UsageError(f"unsqueeze: {self.shape} has no room at {dim!r}")
+        at = dim % (self.ndim + 1)
+        return self.reshape(*self.shape[:at], 1, *self.shape[at:])
+
+    def expand(self, *sizes: Any) -> Tensor:
+        """Stretched to these sizes, where axes of length 1 grow; -1 leaves one."""
+        shape = list(_unpacked(sizes))
+        added = len(shape) - self.ndim
+        for i, n in enumerate(shape):
+            if n == -1 and i >= added:
+                shape[i] = self.shape[i - added]
+        return apply(ops.BroadcastTo(tuple(shape)), self)
+
+    def expand_as(self, other: Tensor) -> Tensor:
+        """expand(other.shape)."""
+        return self.expand(*other.shape)
+
+    def repeat(self, *sizes: Any) -> Tensor:
+        """sizes[i] copies side by side along axis i; new axes come first."""
+        counts = _unpacked(sizes)
+        shape = (1,) * (len(counts) - self.ndim) + self.shape
+        if len(counts) < self.ndim or not all(_is_int(n) and n >= 0 for n in counts):
+            raise UsageError(f"repeat: {counts} are no counts for axes of {self.shape}")
+        apart = [n for size in shape for n in (1, size)]
+        spread = [n for pair in zip(counts, shape, strict=True) for n in pair]
+        joined = [n * size for n, size in zip(counts, shape, strict=True)]
+        return self.reshape(*apart).expand(*spread).reshape(*joined)
+
+    def flip(self, *dims: Any) -> Tensor:
+        """The axes in dims, backwards."""
+        turned = [self._axis(dim) for dim in _unpacked(dims)]
+        step = [slice(None, None, -1 if i in turned else 1) for i in range(self.ndim)]
+        return self[tuple(step)]
+
     def __getitem__(self, index: Any) -> Tensor:
-        return apply(ops.GetItem(_plain_index(index)), self)
+        first, index = _numbers_first(_plain_index(index))
+        x = self if first is None else apply(ops.GetItem(first), self)
+        return apply(ops.GetItem(index), x)
 
     # -- dtype and device --
 
@@ -879,6 +1216,18 @@ class Tensor:
         if isinstance(goal, Device):
             return self if goal == self.device else apply(ops.Move(goal), self)
         return self if goal == self.dtype else apply(ops.Cast(goal), self)
+
+    def type_as(self, other: Tensor) -> Tensor:
+        """In the dtype of another tensor."""
+        return self.to(other.dtype)
+
+    if not TYPE_CHECKING:  # for the annotations above, these are names of types
+        # fmt: off
+        def half(self) -> Tensor:    return self.to("float16")
+        def double(self) -> Tensor:  return self.to("float64")
+        def int(self) -> Tensor:     return self.to("int32")
+        def bool(self) -> Tensor:    return self.to("bool")
+        # fmt: on
 
     def contiguous(self) -> Tensor:
         """Itself: no op here depends on the layout in memory."""
@@ -961,6 +1310,28 @@ def _plain_index(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple([_plain_index(part) for part in index])
     return index.data if isinstance(index, Tensor) else index
+
+
+def _numbers_first(index: Any) -> tuple[Any, Any]:
+    """x[index] as x[first][rest], if numbers stand beside arrays (else: None, index).
+
+    NumPy takes a number beside an array for an array, too, and x[1, :, rows] would have
+    the axis of the rows before that of the slice. PyTorch applies numbers on their own.
+    """
+    if not isinstance(index, tuple):
+        return None, index
+    numbers = [_is_int(part) for part in index]
+    if not any(numbers) or not any(hasattr(part, "ndim") for part in index):
+        return None, index
+    first: list[Any] = []
+    for part, number in zip(index, numbers, strict=True):
+        if number or part is Ellipsis:
+            first.append(part)
+        elif part is not None:  # a mask stands for as many axes as it has
+            mask = hasattr(part, "dtype") and part.dtype.kind == "b"
+            first += [slice(None)] * (part.ndim if mask else 1)
+    rest = [p for p, number in zip(index, numbers, strict=True) if not number]
+    return tuple(first), tuple(rest)
 
 
 def _unpacked(sizes: tuple[Any, ...]) -> tuple[int, ...]:

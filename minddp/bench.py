@@ -12,61 +12,36 @@ all-reduce: in place, float32, sum; measured as nccl-tests does it.
     algbw = bytes / time                  what the caller sees
     busbw = algbw * 2 (n-1) / n           what every link carries; comparable for any n
 
-step: everything between two batches. Each rank has its own batch, and keeps it.
+step: everything between two batches; see bench_step.py.
 
-    n = 1   | zero_grad | forward | backward | optimizer |
-    n = 2   | zero_grad | forward | backward | wait | optimizer |
-                                       =============      gradients travel
-            |<------------------ one step ------------------>|
-
-What n ranks add to the step of one is the communication that backward could not hide,
-and, on one machine, what the ranks take from each other: cores and memory.
-
-Several bucket caps are compared in one run. Each has a model of its own, and their
-steps take turns, so that what disturbs the machine disturbs all of them:
-
-    cap    0.1  1  25  0.1  1  25  0.1  1  25 ...
-
-Worked example: the weights of bigmlp have 6.1, 16, 14 and 0.07 MiB. A bucket closes
-once it has reached its cap (buckets.py), so all caps from 0.1 to 6 make the same four
-buckets, and all from 23 on the same two.
-
-Rule.  A wrong result has no time: the sum, or that the replicas are still equal after
-the last step, is checked outside what is timed.
+Rule.  A wrong result has no time: the sum is checked outside what is timed.
 
 In PyTorch: param_bench, and nccl-tests' all_reduce_perf (see its PERFORMANCE.md for
-busbw); benchmarks/distributed/ddp for steps.
+busbw).
 
-Left out: other collectives, convolutions and transformers, loading of data, plots.
+Left out: other collectives, plots.
 """
 
 import argparse
 import json
-import math
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from minddp import functional as F
-from minddp import nn
+from minddp.bench_step import MODELS, WARM_UP_STEPS, step_rows, variants
 from minddp.buckets import BUCKET_CAP_MB
-from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
-from minddp.device import Array, generator, manual_seed
 from minddp.environment import THREAD_VARIABLES
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup, init_process_group
 from minddp.launch import launch
-from minddp.optim import SGD
 from minddp.progress import progress
-from minddp.replicas import check_sync
 
 Row = dict[str, Any]
 
@@ -87,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
         rows = [json.loads(line) for line in file]
     if options.json != "-":
         print(as_table(rows, COLUMNS[options.benchmark]))
+        for profile in [row["profile"] for row in rows if "profile" in row]:
+            print("\n" + as_table(profile, COLUMNS["profile"]))
     write_json(rows, options.json)
     return 0
 
@@ -156,139 +133,12 @@ def result(n: int, nbytes: int, seconds: list[float]) -> Row:
     }
 
 
-# ---- A training step ----
-
-WARM_UP_STEPS = 5  # in the first, DDP makes its buckets anew
-
-
-class Workload(NamedTuple):
-    """What a step trains, and on what."""
-
-    model: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Array, Array]]  # samples -> input, target
-
-
-def mlp(*widths: int) -> nn.Module:
-    """Linear layers from each width to the next, ReLU between them."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def images(samples: int) -> tuple[Array, Array]:
-    """Noise (samples, 784) in float32, and labels of ten classes."""
-    random = generator()
-    x = random.standard_normal((samples, 784), np.float32)
-    return x, random.integers(0, 10, samples)
-
-
-MODELS = {
-    # 0.5 million parameters, 2 MiB of gradients
-    "mlp": Workload(lambda: mlp(784, 512, 256, 10), images),
-    # 9.5 million parameters, 36 MiB of gradients, nearly all in three matrices
-    "bigmlp": Workload(lambda: mlp(784, 2048, 2048, 1792, 10), images),
-}
-
-
-class Variant(NamedTuple):
-    """How gradients are averaged: "naive", "bucketed" with its cap, None for not."""
-
-    ddp: str | None
-    bucket_cap_mb: float | None = None
-
-    def wrap(self, model: nn.Module, pg: ProcessGroup) -> nn.Module:
-        if self.ddp is None:
-            return model
-        if self.bucket_cap_mb is None:
-            return NaiveDistributedDataParallel(model, pg)
-        return DistributedDataParallel(model, pg, self.bucket_cap_mb)
-
-
-def variants(n: int, ddp: str, caps: str | None) -> list[Variant]:
-    """What to compare on n ranks; caps: MiB with commas between, None if not given.
-
-    Raises: UsageError.
-    """
-    if n > 1 and ddp == "bucketed":
-        texts = (caps or str(BUCKET_CAP_MB)).split(",")
-        return [Variant(ddp, parse_cap(text)) for text in texts]
-    if caps is not None:
-        which = "one rank" if n == 1 else "--ddp naive"
-        raise UsageError(
-            f"--bucket-cap-mb {caps}: {which} has no buckets; leave it out"
-        )
-    return [Variant(ddp if n > 1 else None)]
-
-
-def parse_cap(text: str) -> float:
-    """The MiB in a text like "0.5". Raises: UsageError."""
-    try:
-        cap = float(text)
-    except ValueError:
-        cap = math.nan
-    if not 0 < cap < math.inf:
-        raise UsageError(
-            f"--bucket-cap-mb {text!r}: MiB above 0, as in 25; several as in 0.5,1,25"
-        )
-    return cap
-
-
-def step_rows(pg: ProcessGroup, options: argparse.Namespace) -> Iterator[Row]:
-    """One row for each variant."""
-    workload = MODELS[options.model]
-    manual_seed(pg.rank)
-    x, y = workload.batch(options.batch)
-    models = [variant.wrap(workload.model(), pg) for variant in options.variants]
-    steps = [training_step(model, x, y) for model in models]
-    seconds = time_steps(pg, steps, options.steps)
-    for model, variant, times in zip(models, options.variants, seconds, strict=True):
-        check_sync(model, pg)
-        yield {
-            "model": options.model,
-            "batch": options.batch,
-            "world_size": pg.world_size,
-            "threads": options.threads,
-            **variant._asdict(),
-            "parameters": sum(p.data.size for p in model.parameters()),
-            "median_ms": round(times[len(times) // 2] * 1e3, 3),
-            "min_ms": round(times[0] * 1e3, 3),
-            "max_ms": round(times[-1] * 1e3, 3),
-        }
-
-
-def training_step(model: nn.Module, x: Array, y: Array) -> Callable[[], None]:
-    """A call that trains the model once more, always on the same batch."""
-    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return step
-
-
-def time_steps(
-    pg: ProcessGroup, steps: Sequence[Callable[[], None]], repetitions: int
-) -> list[list[float]]:
-    """The seconds of each repetition of each step, sorted; the steps take turns."""
-    seconds: list[list[float]] = [[] for _ in steps]
-    rounds = range(WARM_UP_STEPS + repetitions)
-    for _ in progress(rounds, desc="steps", show=pg.rank == 0):
-        for step, times in zip(steps, seconds, strict=True):
-            pg.barrier()
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
-    return [sorted(times[WARM_UP_STEPS:]) for times in seconds]
-
-
 # ---- What comes out ----
 
 COLUMNS = {
     "all-reduce": ("bytes", "median_us", "min_us", "algbw_GBps", "busbw_GBps"),
-    "step": ("model", "ddp", "bucket_cap_mb", "median_ms", "min_ms", "max_ms"),
+    "step": ("model", "bucket_cap_mb", "median_ms", "min_ms", "graph_mb", "peak_mb"),
+    "profile": ("op", "forward_ms", "backward_ms"),
 }
 
 
@@ -355,6 +205,8 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--ddp", choices=versions, default="bucketed", help=text)
     text = f"MiB, several as in 0.5,1,25; default: {BUCKET_CAP_MB:g}"
     step.add_argument("--bucket-cap-mb", metavar="MIB", help=text)
+    text = "also print the time of each kind of op"
+    step.add_argument("--profile", action="store_true", help=text)
     return parser
 
 

@@ -14,6 +14,8 @@ In PyTorch: `torch.nn`. For clipping, `torch.nn.utils`.
 Left out: lazy modules, which learn their shapes from the first input.
 """
 
+import math
+from collections.abc import Sequence
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from minddp import functional as F
+from minddp import functional as functional  # nn.functional, as in PyTorch
+from minddp import init as init  # nn.init
 from minddp.autograd import Tensor, as_tensor
 from minddp.device import Array, array_module, generator
 from minddp.errors import UsageError
@@ -34,27 +38,46 @@ from minddp.module import (
 )
 
 __all__ = [
+    "ELU",
     "GELU",
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
     "BCEWithLogitsLoss",
     "BatchNorm",
     "BatchNorm1d",
     "BatchNorm2d",
     "Buffer",
+    "Conv1d",
+    "Conv2d",
+    "ConvTranspose2d",
     "CrossEntropyLoss",
     "Dropout",
     "Embedding",
     "Flatten",
     "Identity",
+    "KLDivLoss",
+    "L1Loss",
+    "LayerNorm",
+    "LeakyReLU",
     "Linear",
+    "LogSoftmax",
     "MSELoss",
+    "MaxPool2d",
     "Module",
     "ModuleDict",
     "ModuleList",
+    "NLLLoss",
     "Parameter",
+    "RMSNorm",
     "ReLU",
     "Sequential",
+    "SiLU",
     "Sigmoid",
+    "SmoothL1Loss",
+    "Softmax",
+    "Softplus",
     "Tanh",
+    "Upsample",
     "clip_grad_norm_",
     "clip_grad_value_",
     "utils",
@@ -96,18 +119,37 @@ def _uniform(shape: tuple[int, ...], k: float, dtype: Any) -> Array:
 class Embedding(Module):
     """Rows of a table, by integer;  (...) -> (..., embedding_dim).
 
-    The table (num_embeddings, embedding_dim) starts standard normal.
+    The table (num_embeddings, embedding_dim) starts standard normal, except for the row
+    padding_idx: it starts as 0 and gets no gradient.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, dtype: Any = "float32"):
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        dtype: Any = "float32",
+    ):
         rows = generator().standard_normal((num_embeddings, embedding_dim))
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise UsageError(
+                    f"Embedding: padding_idx {padding_idx} is none of the "
+                    f"{num_embeddings} rows"
+                )
+            padding_idx %= num_embeddings
+            rows[padding_idx] = 0
+        self.padding_idx = padding_idx
         self.weight = Parameter(rows.astype(dtype))
 
     def forward(self, ids: Any) -> Tensor:
-        return F.embedding(ids, self.weight)
+        return F.embedding(ids, self.weight, self.padding_idx)
 
     def extra_repr(self) -> str:
-        return ", ".join(map(str, self.weight.shape))
+        padding = (
+            "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        )
+        return ", ".join(map(str, self.weight.shape)) + padding
 
 
 class Dropout(Module):
@@ -211,6 +253,66 @@ class BatchNorm2d(BatchNorm):
     axes = (4,)
 
 
+class LayerNorm(Module):
+    """Rows with mean 0 and variance 1, times weight, plus bias (F.layer_norm).
+
+    A row is what the last axes hold, whose sizes are normalized_shape, as are those of
+    weight, which starts as 1, and bias, which starts as 0.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        dtype: Any = "float32",
+    ):
+        self.normalized_shape = _shape(normalized_shape)
+        self.eps, self.elementwise_affine = eps, elementwise_affine
+        ones, zeros = (f(self.normalized_shape, dtype) for f in (np.ones, np.zeros))
+        self.weight = Parameter(ones) if elementwise_affine else None
+        self.bias = Parameter(zeros) if elementwise_affine and bias else None
+
+    def forward(self, x: Any) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, elementwise_affine="
+            f"{self.elementwise_affine}, bias={self.bias is not None}"
+        )
+
+
+class RMSNorm(Module):
+    """Rows with mean square 1, times weight (F.rms_norm)."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        dtype: Any = "float32",
+    ):
+        self.normalized_shape = _shape(normalized_shape)
+        self.eps, self.elementwise_affine = eps, elementwise_affine
+        ones = np.ones(self.normalized_shape, dtype)
+        self.weight = Parameter(ones) if elementwise_affine else None
+
+    def forward(self, x: Any) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, "
+            f"elementwise_affine={self.elementwise_affine}"
+        )
+
+
+def _shape(sizes: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,)
+
+
 class ReLU(Module):
     """max(x, 0)."""
 
@@ -233,13 +335,73 @@ class Sigmoid(Module):
 
 
 class GELU(Module):
-    """x times the normal distribution function, in its tanh form."""
+    """x times the normal distribution function, or with "tanh" nearly so (F.gelu)."""
 
-    def __init__(self, approximate: str = "tanh"):
+    def __init__(self, approximate: str = "none"):
         self.approximate = approximate
 
     def forward(self, x: Any) -> Tensor:
         return F.gelu(x, self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class SiLU(Module):
+    """x sigmoid(x)."""
+
+    def forward(self, x: Any) -> Tensor:
+        return F.silu(x)
+
+
+class Softplus(Module):
+    """log(1 + exp(beta x)) / beta, and x where beta x is above the threshold."""
+
+    def __init__(self, beta: float = 1.0, threshold: float = 20.0):
+        self.beta, self.threshold = beta, threshold
+
+    def forward(self, x: Any) -> Tensor:
+        return F.softplus(x, self.beta, self.threshold)
+
+
+class LeakyReLU(Module):
+    """x where x > 0, else negative_slope x."""
+
+    def __init__(self, negative_slope: float = 0.01):
+        self.negative_slope = negative_slope
+
+    def forward(self, x: Any) -> Tensor:
+        return F.leaky_relu(x, self.negative_slope)
+
+
+class ELU(Module):
+    """x where x > 0, else alpha (exp(x) - 1)."""
+
+    def __init__(self, alpha: float = 1.0):
+        self.alpha = alpha
+
+    def forward(self, x: Any) -> Tensor:
+        return F.elu(x, self.alpha)
+
+
+class Softmax(Module):
+    """exp(x) / sum(exp(x)) along dim."""
+
+    def __init__(self, dim: int = -1):
+        self.dim = dim
+
+    def forward(self, x: Any) -> Tensor:
+        return F.softmax(x, self.dim)
+
+
+class LogSoftmax(Module):
+    """log(softmax(x)) along dim."""
+
+    def __init__(self, dim: int = -1):
+        self.dim = dim
+
+    def forward(self, x: Any) -> Tensor:
+        return F.log_softmax(x, self.dim)
 
 
 class Flatten(Module):
@@ -259,17 +421,320 @@ class Identity(Module):
         return x
 
 
+# ---- Layers of images ----
+
+
+class _Conv(Module):
+    """What the convolutions share: a weight (rows, columns / groups, *kernel) and a
+    bias.
+
+    Both start uniform in (-k, k), with k = 1 / sqrt(fan_in), where fan_in is the size
+    of weight[0]: PyTorch's default, kaiming_uniform_(a=sqrt(5)).
+    """
+
+    def _make(
+        self,
+        rows: int,
+        columns: int,
+        kernel: tuple[int, ...],
+        groups: int,
+        bias: bool,
+        dtype: Any,
+        transposed: bool = False,
+    ) -> None:
+        """Set the parameters. Raises: UsageError for sizes that do not divide."""
+        if groups < 1 or any(n < 1 or n % groups for n in (rows, columns)):
+            raise UsageError(
+                f"{type(self).__name__}: in_channels and out_channels must be positive "
+                f"multiples of groups, not {columns}, {rows} and {groups}"
+            )
+        shape = (rows, columns // groups, *kernel)
+        ends = (rows, columns) if transposed else (columns, rows)
+        self.in_channels, self.out_channels = ends
+        self.kernel_size, self.groups = kernel, groups
+        k = 1 / math.prod(shape[1:]) ** 0.5
+        self.weight = Parameter(_uniform(shape, k, dtype))
+        self.bias = Parameter(_uniform((ends[1],), k, dtype)) if bias else None
+
+    def extra_repr(self) -> str:
+        settings = _listed(self, "kernel_size", "stride", "padding", "groups")
+        channels = f"{self.in_channels}, {self.out_channels}"
+        return f"{channels}, {settings}, bias={self.bias is not None}"
+
+
+class Conv2d(_Conv):
+    """F.conv2d;  (N, in_channels, H, W) -> (N, out_channels, oh, ow).
+
+    weight (out_channels, in_channels / groups, kh, kw) and bias (out_channels,) start
+    uniform in (-k, k), with k = 1 / sqrt(in_channels / groups kh kw).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        dtype: Any = "float32",
+    ):
+        _check_padding_mode(padding_mode)
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        kernel = _kernel(kernel_size, 2)
+        self._make(out_channels, in_channels, kernel, groups, bias, dtype)
+
+    def forward(self, x: Any) -> Tensor:
+        settings = self.stride, self.padding, self.dilation, self.groups
+        return F.conv2d(x, self.weight, self.bias, *settings)
+
+
+class Conv1d(_Conv):
+    """F.conv1d;  (N, in_channels, L) -> (N, out_channels, length).
+
+    weight (out_channels, in_channels / groups, k), as for Conv2d.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        dtype: Any = "float32",
+    ):
+        _check_padding_mode(padding_mode)
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        kernel = _kernel(kernel_size, 1)
+        self._make(out_channels, in_channels, kernel, groups, bias, dtype)
+
+    def forward(self, x: Any) -> Tensor:
+        settings = self.stride, self.padding, self.dilation, self.groups
+        return F.conv1d(x, self.weight, self.bias, *settings)
+
+
+class ConvTranspose2d(_Conv):
+    """F.conv_transpose2d;  (N, in_channels, H, W) -> (N, out_channels, oh, ow).
+
+    weight (in_channels, out_channels / groups, kh, kw) and bias (out_channels,) start
+    uniform in (-k, k), with k = 1 / sqrt(out_channels / groups kh kw).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Any,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: Any = 1,
+        padding_mode: str = "zeros",
+        dtype: Any = "float32",
+    ):
+        _check_padding_mode(padding_mode)
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.output_padding = output_padding
+        kernel = _kernel(kernel_size, 2)
+        self._make(in_channels, out_channels, kernel, groups, bias, dtype, True)
+
+    def forward(self, x: Any) -> Tensor:
+        return F.conv_transpose2d(
+            *(x, self.weight, self.bias, self.stride, self.padding),
+            *(self.output_padding, self.groups, self.dilation),
+        )
+
+
+def _check_padding_mode(mode: str) -> None:
+    if mode != "zeros":
+        raise UsageError(
+            f"padding_mode={mode!r}: minddp pads with zeros only; pad x before the "
+            "layer, and give it padding=0"
+        )
+
+
+def _kernel(size: Any, n: int) -> tuple[int, ...]:
+    """One size for all n axes, or one for each, as a tuple. Raises: UsageError."""
+    sizes = tuple(size) if isinstance(size, Sequence) else (size,) * n
+    if len(sizes) != n or not all(isinstance(k, int) and k > 0 for k in sizes):
+        raise UsageError(f"kernel_size: {n} positive integer(s) are needed, not {size}")
+    return sizes
+
+
+class MaxPool2d(Module):
+    """F.max_pool2d;  (N, C, H, W) -> (N, C, oh, ow)."""
+
+    def __init__(
+        self,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        return_indices: bool = False,
+        ceil_mode: bool = False,
+    ):
+        if return_indices:
+            raise UsageError("MaxPool2d: return_indices=True is left out")
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        self.dilation, self.ceil_mode = dilation, ceil_mode
+
+    def forward(self, x: Any) -> Tensor:
+        return F.max_pool2d(
+            *(x, self.kernel_size, self.stride, self.padding),
+            *(self.dilation, self.ceil_mode),
+        )
+
+    def extra_repr(self) -> str:
+        return _listed(self, "kernel_size", "stride", "padding")
+
+
+class AvgPool2d(Module):
+    """F.avg_pool2d;  (N, C, H, W) -> (N, C, oh, ow)."""
+
+    def __init__(
+        self,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ):
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        self.ceil_mode, self.count_include_pad = ceil_mode, count_include_pad
+        self.divisor_override = divisor_override
+
+    def forward(self, x: Any) -> Tensor:
+        return F.avg_pool2d(
+            *(x, self.kernel_size, self.stride, self.padding),
+            *(self.ceil_mode, self.count_include_pad, self.divisor_override),
+        )
+
+    def extra_repr(self) -> str:
+        return _listed(self, "kernel_size", "stride", "padding")
+
+
+class AdaptiveAvgPool2d(Module):
+    """F.adaptive_avg_pool2d;  (N, C, H, W) -> (N, C, *output_size)."""
+
+    def __init__(self, output_size: Any):
+        self.output_size = output_size
+
+    def forward(self, x: Any) -> Tensor:
+        return F.adaptive_avg_pool2d(x, self.output_size)
+
+    def extra_repr(self) -> str:
+        return _listed(self, "output_size")
+
+
+class Upsample(Module):
+    """F.interpolate;  (N, C, H, W) -> (N, C, oh, ow)."""
+
+    def __init__(
+        self,
+        size: Any = None,
+        scale_factor: Any = None,
+        mode: str = "nearest",
+        align_corners: bool | None = None,
+    ):
+        self.size, self.scale_factor = size, scale_factor
+        self.mode, self.align_corners = mode, align_corners
+
+    def forward(self, x: Any) -> Tensor:
+        return F.interpolate(
+            x, self.size, self.scale_factor, self.mode, self.align_corners
+        )
+
+    def extra_repr(self) -> str:
+        return _listed(self, "size" if self.size else "scale_factor", "mode")
+
+
+def _listed(module: Module, *names: str) -> str:
+    """Settings as name=value, with commas between."""
+    return ", ".join(f"{name}={vars(module)[name]!r}" for name in names)
+
+
 # ---- Losses ----
 
 
 class CrossEntropyLoss(Module):
-    """F.cross_entropy as a module."""
+    """F.cross_entropy as a module; `weight` moves with it, as a buffer."""
 
-    def __init__(self, ignore_index: int = -100, reduction: str = "mean"):
+    def __init__(
+        self,
+        weight: Any = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ):
+        self.weight = None if weight is None else Buffer(weight)
         self.ignore_index, self.reduction = ignore_index, reduction
+        self.label_smoothing = label_smoothing
 
     def forward(self, logits: Any, target: Any) -> Tensor:
-        return F.cross_entropy(logits, target, self.ignore_index, self.reduction)
+        return F.cross_entropy(
+            logits,
+            target,
+            self.weight,
+            self.ignore_index,
+            self.reduction,
+            self.label_smoothing,
+        )
+
+
+class NLLLoss(Module):
+    """F.nll_loss as a module; `weight` moves with it, as a buffer."""
+
+    def __init__(
+        self, weight: Any = None, ignore_index: int = -100, reduction: str = "mean"
+    ):
+        self.weight = None if weight is None else Buffer(weight)
+        self.ignore_index, self.reduction = ignore_index, reduction
+
+    def forward(self, log_probs: Any, target: Any) -> Tensor:
+        return F.nll_loss(
+            log_probs, target, self.weight, self.ignore_index, self.reduction
+        )
+
+
+class KLDivLoss(Module):
+    """F.kl_div as a module."""
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False):
+        self.reduction, self.log_target = reduction, log_target
+
+    def forward(self, x: Any, target: Any) -> Tensor:
+        return F.kl_div(x, target, self.reduction, self.log_target)
+
+
+class L1Loss(Module):
+    """F.l1_loss as a module."""
+
+    def __init__(self, reduction: str = "mean"):
+        self.reduction = reduction
+
+    def forward(self, x: Any, target: Any) -> Tensor:
+        return F.l1_loss(x, target, self.reduction)
+
+
+class SmoothL1Loss(Module):
+    """F.smooth_l1_loss as a module."""
+
+    def __init__(self, reduction: str = "mean", beta: float = 1.0):
+        self.reduction, self.beta = reduction, beta
+
+    def forward(self, x: Any, target: Any) -> Tensor:
+        return F.smooth_l1_loss(x, target, self.reduction, self.beta)
 
 
 class MSELoss(Module):

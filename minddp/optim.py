@@ -22,28 +22,44 @@ Invariants.
 1.  Parameters are numbered in the order of the list they came in; state is saved under
     these numbers. A set is refused: its order differs from process to process.
 2.  A parameter without gradient is skipped, state and all.
-3.  Arrays are written in place, so whoever holds them sees the update.
+3.  Arrays are written in place, so whoever holds them sees the update. Gradients are
+    only read: under DDP they lie in buckets, which are not the optimizer's.
 
-Cost, as passes over memory per parameter: SGD with momentum 4, Adam 14. State: one
-array as large as the parameter for momentum, two for Adam.
+Cost.  NumPy performs one operation at a time, so an update is a number of walks over
+arrays: 4 for SGD with momentum, 13 for AdamW. If each went through the memory, it would
+cost more than the arithmetic. So all walks go over the first block of every array, then
+all over the second, and what the first walk brings into the cache, the others find:
+
+    x, g, m, v     | block | block | block | ...
+    scratch        | block |                        the same for all, and in every step
+
+State: one array as large as the parameter for momentum, two for Adam.
         [Adam: Kingma & Ba 2015, algorithm 1; AdamW: Loshchilov & Hutter 2019]
 
-In PyTorch: `torch.optim`, with `foreach=False`.
+In PyTorch: `torch.optim`; with `fused=True` it also works block by block, and does all
+operations on a number while it is in a register. `foreach` and `fused` choose among
+PyTorch's ways to compute the same numbers: they are accepted, and change nothing here.
 
 Left out:
 - closures, amsgrad, maximize, and sparse gradients;
 - an lr that is a Tensor: an lr is a number in `param_groups`, which you may change.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeAlias
 
-from minddp.autograd import Tensor, as_tensor
+import numpy as np
+
+from minddp import lr_scheduler as lr_scheduler  # optim.lr_scheduler, as in PyTorch
+from minddp.autograd import Tensor, as_tensor, note_write
 from minddp.device import Array, array_module
 from minddp.errors import UsageError
 
 Group: TypeAlias = dict[str, Any]
+
+BLOCK_BYTES = 192 * 1024  # of each of Adam's 5 arrays: together they fit in 1 MiB
 
 
 class Optimizer:
@@ -60,6 +76,7 @@ class Optimizer:
         self.defaults = defaults
         self.param_groups: list[Group] = []
         self.state: dict[Tensor, dict[str, Any]] = {}
+        self._scratch: dict[Any, Array] = {}  # by dtype and shape
         params = _listed(params)
         if not params:
             raise UsageError("optimizer: the list of parameters is empty")
@@ -101,10 +118,32 @@ class Optimizer:
                 if p.grad is not None:
                     state = self.state.setdefault(p, {})
                     self.update(p.data, p.grad.data, state, group)
+                    note_write(p.data)
 
     def update(self, x: Array, g: Array, state: dict[str, Any], group: Group) -> None:
         """Change the parameter x in place, given its gradient g, which is only read."""
         raise UsageError(f"{type(self).__name__} does not define update")
+
+    def _blocks(self, *arrays: Array) -> Iterable[Sequence[Array]]:
+        """The arrays, all of one shape, in blocks, each time with a scratch block.
+
+        Whole if they are no larger than a block, or do not lie in memory one number
+        after the other, or are on a GPU, where a call costs more than a walk.
+        """
+        x, xp = arrays[0], array_module(arrays[0])
+        if xp is not np:
+            return [(*arrays, xp.empty_like(x))]
+        length = BLOCK_BYTES // x.itemsize
+        is_small = x.size <= length
+        key = x.dtype, x.shape if is_small else (length,)
+        scratch = self._scratch.get(key)
+        if scratch is None:
+            scratch = self._scratch[key] = np.empty(key[1], x.dtype)
+        if is_small:
+            return [(*arrays, scratch)]
+        if not all(a.flags.c_contiguous for a in arrays):
+            return [(*arrays, np.empty_like(x))]
+        return _cut([a.reshape(-1) for a in arrays], scratch)
 
     def state_dict(self) -> dict[str, Any]:
         """State and settings, with parameters as numbers; shares the state's arrays."""
@@ -183,6 +222,13 @@ def _copied(name: str, value: Tensor, p: Tensor) -> Any:
     return p.device.put(value.data).astype(p.dtype)
 
 
+def _cut(flat: list[Array], scratch: Array) -> Iterator[list[Array]]:
+    """The 1-D arrays in blocks as long as scratch, which goes with every one."""
+    for begin in range(0, flat[0].size, scratch.size):
+        block = [a[begin : begin + scratch.size] for a in flat]
+        yield [*block, scratch[: block[0].size]]
+
+
 def _listed(params: Iterable[Any]) -> list[Any]:
     if isinstance(params, set | frozenset):
         raise UsageError(
@@ -231,6 +277,9 @@ class SGD(Optimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
+        *,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ):
         defaults = {
             "lr": lr,
@@ -242,20 +291,28 @@ class SGD(Optimizer):
         super().__init__(params, defaults)
 
     def update(self, x: Array, g: Array, state: dict[str, Any], group: Group) -> None:
-        if group["weight_decay"]:
-            g = g + group["weight_decay"] * x
-        if group["momentum"]:
-            g = self._with_momentum(g, state, group)
-        x -= group["lr"] * g
-
-    def _with_momentum(self, g: Array, state: dict[str, Any], group: Group) -> Array:
-        v = state.get("momentum_buffer")
-        if v is None:  # array, not copy: a sum of 0-d arrays is a scalar, read-only
-            v = state["momentum_buffer"] = array_module(g).array(g)
-        else:
-            v *= group["momentum"]
-            v += (1 - group["dampening"]) * g if group["dampening"] else g
-        return g + group["momentum"] * v if group["nesterov"] else v
+        xp, lr, momentum = array_module(x), float(group["lr"]), group["momentum"]
+        v, share = state.get("momentum_buffer"), 1.0
+        if v is not None:
+            share -= group["dampening"]
+        elif momentum:
+            v = state["momentum_buffer"] = xp.zeros_like(x)
+        blocks = self._blocks(x, g, v) if momentum else self._blocks(x, g)
+        for x, g, *buffers, s in blocks:
+            if group["weight_decay"]:
+                xp.multiply(x, group["weight_decay"], out=s)
+                s += g
+                g = s
+            rate = lr
+            if momentum:
+                v = buffers[0]
+                v *= momentum
+                v += g if share == 1 else xp.multiply(g, share, out=s)
+                if group["nesterov"]:
+                    x -= xp.multiply(g, lr, out=s)
+                    rate = lr * momentum
+                g = v
+            x -= xp.multiply(g, rate, out=s)
 
 
 class Adam(Optimizer):
@@ -266,7 +323,10 @@ class Adam(Optimizer):
         v = b2 v + (1 - b2) g^2          V = v / (1 - b2^t)
         p = p - lr M / (sqrt(V) + eps)
 
-    m and v start at 0 and are too small at first; M and V make up for it.
+    m and v start at 0 and are too small at first; M and V make up for it. With c =
+    sqrt(1 - b2^t), the last line is p - lr c / (1 - b1^t) m / (sqrt(v) + c eps): the
+    factors are numbers, and neither M nor V is computed.
+
     In PyTorch: `torch.optim.Adam`.
     """
 
@@ -280,34 +340,46 @@ class Adam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
     def update(self, x: Array, g: Array, state: dict[str, Any], group: Group) -> None:
-        xp, lr, (b1, b2) = array_module(x), group["lr"], group["betas"]
+        xp, lr, (b1, b2) = array_module(x), float(group["lr"]), group["betas"]
         if not state:
             state.update(step=0, exp_avg=xp.zeros_like(x), exp_avg_sq=xp.zeros_like(x))
         t = state["step"] = state["step"] + 1
-        m, v = state["exp_avg"], state["exp_avg_sq"]
-        if group["weight_decay"] and self.decoupled:
-            x *= 1 - lr * group["weight_decay"]
-        elif group["weight_decay"]:
-            g = g + group["weight_decay"] * x
-
-        scratch = xp.subtract(g, m, out=xp.empty_like(m))  # an array, even if 0-d
-        scratch *= 1 - b1
-        m += scratch
-        xp.multiply(g, g, out=scratch)
-        scratch *= 1 - b2
-        v *= b2
-        v += scratch
-        xp.sqrt(v, out=scratch)
-        scratch /= (1 - b2**t) ** 0.5
-        scratch += group["eps"]
-        xp.divide(m, scratch, out=scratch)
-        scratch *= lr / (1 - b1**t)
-        x -= scratch
+        c, decay = math.sqrt(1 - b2**t), group["weight_decay"]
+        if self.decoupled:
+            decay = 1 - lr * decay
+        numbers = [b1, 1 - b1, b2, (1 - b2) / (1 - b1) ** 2, decay]
+        numbers += [c * group["eps"], c * lr / (1 - b1**t)]
+        if xp is np:  # or each operation on each block would convert them
+            numbers = [np.array(number, x.dtype) for number in numbers]
+        keep_m, to_m, keep_v, to_v, decay, eps, rate = numbers
+        blocks = self._blocks(x, g, state["exp_avg"], state["exp_avg_sq"])
+        for x, g, m, v, s in blocks:
+            if group["weight_decay"] and self.decoupled:
+                x *= decay
+            elif group["weight_decay"]:
+                xp.multiply(x, decay, out=s)
+                s += g
+                g = s
+            xp.multiply(g, to_m, out=s)  # (1 - b1) g
+            m *= keep_m
+            m += s
+            s *= s
+            s *= to_v  # (1 - b2) g^2
+            v *= keep_v
+            v += s
+            xp.sqrt(v, out=s)
+            s += eps
+            xp.divide(m, s, out=s)
+            s *= rate
+            x -= s
 
 
 class AdamW(Adam):
@@ -325,5 +397,8 @@ class AdamW(Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        foreach: bool | None = None,
+        fused: bool | None = None,
     ):
         super().__init__(params, lr, betas, eps, weight_decay)

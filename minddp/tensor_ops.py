@@ -52,16 +52,15 @@ from collections.abc import Callable, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, TypeAlias
 
+from numpy import broadcast_shapes
+
 from minddp.device import (
     Array,
     Device,
     array_module,
     device_of,
-    generator,
     scatter_add,
-    to_host,
 )
-from minddp.errors import UsageError
 
 Grads: TypeAlias = tuple[Array | None, ...]
 Axis: TypeAlias = int | tuple[int, ...] | None
@@ -306,13 +305,14 @@ class Tanh(Op):
 class Sigmoid(Op):
     """1 / (1 + exp(-x)), in the form 1 / (1 + e) for x >= 0 and e / (1 + e) else
 
-    With e = exp(-|x|) nothing overflows, and no 1 - y cancels where y is close to 1.
+    With e = exp(-|x|) nothing overflows, and no 1 - y cancels where y is close to 1. As
+    e <= 1, the numerator is the larger of e and (x >= 0), which is 0 or 1.
     """
 
     def forward(self, x: Array) -> Array:
         xp = array_module(x)
         self.e = xp.exp(-abs(x))
-        return xp.where(x >= 0, 1, self.e) / (1 + self.e)
+        return xp.maximum(self.e, x >= 0) / (1 + self.e)
 
     def backward(self, gy: Array) -> Grads:
         return (gy * (self.e / (1 + self.e) ** 2),)
@@ -416,23 +416,7 @@ class Clip(Op):
         return (array_module(gy).where(outside, gy.dtype.type(0), gy),)
 
 
-class Activation(Op):
-    """What the activations below share: the derivative is found on the way forward
-
-    There the parts that it is made of are at hand, and backward is one product.
-    `formula(x, d)` returns y, and writes dy/dx into the array d unless that is None.
-    float16 is computed in float32.
-    """
-
-    formula: Callable[[Array, Array | None], Array]
-
-    def forward(self, x: Array) -> Array:
-        wide = _widened(x)
-        self.d = array_module(x).empty_like(wide) if self.needs[0] else None
-        return _narrowed(self.formula(wide, self.d), x)
-
-    def backward(self, gy: Array) -> Grads:
-        return (_narrowed(gy * self.d, gy),)
+BLOCK = 1 << 16
 
 
 def _widened(x: Array) -> Array:
@@ -444,120 +428,6 @@ def _widened(x: Array) -> Array:
 def _narrowed(y: Array, x: Array) -> Array:
     """y in the dtype of x, if that is float16."""
     return y.astype(x.dtype) if x.dtype == "float16" else y
-
-
-class GELU(Activation):
-    """x P(x), with P the normal distribution function   [Hendrycks & Gimpel 2016]
-
-    dy/dx = P(x) + x P'(x),  P'(x) = exp(-x^2/2) / sqrt(2 pi)
-    """
-
-    def formula(self, x: Array, d: Array | None) -> Array:
-        z = x * math.sqrt(0.5)
-        bell = array_module(x).exp(-z * z)
-        chance = _normal(z, bell)
-        if d is not None:
-            d[...] = x
-            d *= bell
-            d *= 1 / math.sqrt(2 * math.pi)
-            d += chance
-        chance *= x
-        return chance
-
-
-class TanhGELU(Activation):
-    """GELU with h = (1 + tanh u) / 2 in place of P(x),  u = c (z + k z^3)
-
-    dy/dx = h + 2 z h (1 - h) du/dz.  [Hendrycks & Gimpel 2016, sec. 2] Here z is x, cut
-    to where h is 0 or 1 to the last bit: z^3 stays in range.
-    """
-
-    c, k = math.sqrt(2 / math.pi), 0.044715
-
-    def formula(self, x: Array, d: Array | None) -> Array:
-        xp = array_module(x)
-        z = xp.clip(x, -10, 10)
-        square = z * z
-        h = square * (self.c * self.k)
-        h += self.c
-        h *= z
-        h = xp.tanh(h, out=h)
-        h *= 0.5
-        h += 0.5
-        if d is not None:
-            square *= 6 * self.c * self.k
-            square += 2 * self.c
-            square *= z
-            square *= h
-            xp.subtract(1, h, out=d)
-            d *= square
-            d += h
-        h *= x
-        return h
-
-
-class SiLU(Activation):
-    """x s(x), with s the sigmoid;  dy/dx = s(x) (1 + x (1 - s(x)))"""
-
-    def formula(self, x: Array, d: Array | None) -> Array:
-        s = Sigmoid().forward(x)
-        if d is not None:
-            d[...] = (x * (1 - s) + 1) * s
-        return s * x
-
-
-class Softplus(Activation):
-    """log(1 + exp(beta x)) / beta, and just x where beta x is above the threshold"""
-
-    def __init__(self, beta: float, threshold: float):
-        self.beta, self.threshold = beta, threshold
-
-    def formula(self, x: Array, d: Array | None) -> Array:
-        xp, z = array_module(x), x * self.beta
-        if d is not None:
-            d[...] = xp.where(z > self.threshold, 1, Sigmoid().forward(z))
-        y = (xp.maximum(z, 0) + xp.log1p(xp.exp(-abs(z)))) / self.beta
-        return xp.where(z > self.threshold, x, y)
-
-
-class LeakyReLU(Activation):
-    """x where x > 0, else slope * x"""
-
-    def __init__(self, slope: float):
-        self.slope = slope
-
-    def formula(self, x: Array, d: Array | None) -> Array:
-        xp = array_module(x)
-        if d is not None:
-            d[...] = xp.where(x > 0, 1, self.slope)
-        return xp.where(x > 0, x, x * self.slope)
-
-
-class ELU(Activation):
-    """x where x > 0, else alpha (exp(x) - 1)"""
-
-    def __init__(self, alpha: float):
-        self.alpha = alpha
-
-    def formula(self, x: Array, d: Array | None) -> Array:
-        xp = array_module(x)
-        y = xp.where(x > 0, x, self.alpha * xp.expm1(xp.minimum(x, 0)))
-        if d is not None:
-            d[...] = xp.where(x > 0, 1, y + self.alpha)
-        return y
-
-
-class Erf(Activation):
-    """The error function, (2 / sqrt pi) times the integral of exp(-t^2) from 0 to x"""
-
-    def formula(self, x: Array, d: Array | None) -> Array:
-        xp = array_module(x)
-        bell = xp.exp(-x * x)
-        if d is not None:
-            xp.multiply(bell, 2 / math.sqrt(math.pi), out=d)
-        z = abs(x)
-        y = xp.where(z < SMALL, _erf_small(z), 1 - bell * _erfc_scaled(z))
-        return xp.copysign(y, x)
 
 
 # Rational approximations of the error function, numerators and denominators, each from
@@ -585,48 +455,12 @@ ERFC = (
         *(4.36261909014324716e3, 3.43936767414372164e3, 1.23033935480374942e3),
     ),
 )
-
-
-def _polynomial(x: Array, coefficients: Sequence[float]) -> Array:
-    """By Horner's rule, the coefficient of the highest power first."""
-    y = x * coefficients[0]
-    for coefficient in coefficients[1:-1]:
-        y += coefficient
-        y *= x
-    y += coefficients[-1]
-    return y
-
-
-def _erf_small(z: Array) -> Array:
-    """erf(z), for 0 <= z <= SMALL, with an error below 2e-16."""
-    square = z * z
-    return z * _polynomial(square, ERF[0]) / _polynomial(square, ERF[1])
-
-
-def _erfc_scaled(z: Array) -> Array:
-    """exp(z^2) (1 - erf(z)), for z >= SMALL.
-
-    Relative error: below 2e-15 up to z = 4, then growing, to 1e-7 at z = 26; there the
-    value itself is 1e-296. For z from 0 to SMALL it is 5e-12. Beyond 1e4 the powers
-    of z would overflow in float32, and the quotient does not change.
-    """
-    z = array_module(z).minimum(z, 1e4 if z.dtype == "float32" else 1e30)
-    y = _polynomial(z, ERFC[0])
-    y /= _polynomial(z, ERFC[1])
-    return y
-
-
-def _normal(z: Array, bell: Array) -> Array:
-    """(1 + erf(z)) / 2, given bell = exp(-z^2); no digits cancel for z < 0."""
-    xp, size = array_module(z), abs(z)
-    half = _erfc_scaled(size)
-    half *= bell
-    half *= 0.5
-    y = xp.where(z < 0, half, 1 - half)
-    if y.dtype == "float64":
-        near = size < SMALL
-        y[near] = 0.5 + 0.5 * xp.copysign(_erf_small(size[near]), z[near])
-    return y
+# exp(z^2) (1 - erf(z)) as a polynomial in t = 1 / (1 + HASTINGS[0] z), exact enough for
+# float32.          [Hastings 1955; Abramowitz & Stegun, 7.1.26]
+HASTINGS = (
+    0.3275911,
+    (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592, 0.0),
+)
 
 
 class Cast(Op):
@@ -655,22 +489,6 @@ class Move(Op):
 
     def backward(self, gy: Array) -> Grads:
         return (self.before.put(gy),)
-
-
-class Dropout(Op):
-    """x with elements zeroed with probability p, the rest times 1 / (1 - p)"""
-
-    def __init__(self, p: float):
-        self.p = p
-
-    def forward(self, x: Array) -> Array:
-        kept = generator().random(x.shape, dtype="float32") >= self.p
-        self.kept = array_module(x).asarray(kept)
-        self.scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        return x * self.kept * self.scale
-
-    def backward(self, gy: Array) -> Grads:
-        return (gy * self.kept * self.scale,)
 
 
 # ---- Reductions: over one axis, several, or all (None) ----
@@ -753,6 +571,76 @@ def _to_extremes(gy: Array, x: Array, y: Array, axis: Axis, keepdims: bool) -> A
     return hit * share.astype(gy.dtype)
 
 
+class Var(Op):
+    """The mean of (x - mean)^2 over the axis, n / (n - correction) times as large"""
+
+    def __init__(
+        self, axis: Axis = None, keepdims: bool = False, correction: float = 1
+    ):
+        self.axis, self.keepdims, self.correction = axis, keepdims, correction
+
+    def forward(self, x: Array) -> Array:
+        wide = _widened(x)
+        self.d = wide - wide.mean(self.axis, keepdims=True)
+        squares = (self.d * self.d).sum(self.axis, keepdims=self.keepdims)
+        count = x.size // max(squares.size, 1)
+        self.count = squares.dtype.type(max(count - self.correction, 0))
+        return _narrowed(squares / self.count, x)
+
+    def backward(self, gy: Array) -> Grads:
+        share = _widened(gy) * 2 / self.count
+        share = _stretch(share, self.d.shape, self.axis, self.keepdims)
+        return (_narrowed(share * self.d, gy),)
+
+
+class Std(Var):
+    """The square root of Var; where it is 0, so is the gradient"""
+
+    def forward(self, x: Array) -> Array:
+        self.y = array_module(x).sqrt(super().forward(x))
+        return self.y
+
+    def backward(self, gy: Array) -> Grads:
+        xp, flat = array_module(gy), self.y == 0
+        return super().backward(xp.where(flat, 0, gy / (2 * self.y + flat)))
+
+
+class CumSum(Op):
+    """Running sums along the axis: y[i] = x[0] + ... + x[i], so gx[i] = gy[i] + ..."""
+
+    def __init__(self, axis: int):
+        self.axis = axis
+
+    def forward(self, x: Array) -> Array:
+        return array_module(x).cumsum(x, self.axis)
+
+    def backward(self, gy: Array) -> Grads:
+        xp = array_module(gy)
+        return (xp.flip(xp.cumsum(xp.flip(gy, self.axis), self.axis), self.axis),)
+
+
+class Prod(Op):
+    """The product along the axis; the derivative is that of all the others
+
+    It is computed from those before and those after, so that a 0 is no obstacle.
+    """
+
+    def __init__(self, axis: int, keepdims: bool = False):
+        self.axis, self.keepdims = axis, keepdims
+
+    def forward(self, x: Array) -> Array:
+        self.x = x
+        return x.prod(self.axis, keepdims=self.keepdims)
+
+    def backward(self, gy: Array) -> Grads:
+        xp, x = array_module(gy), array_module(gy).moveaxis(self.x, self.axis, -1)
+        before, after = xp.ones_like(x), xp.ones_like(x)
+        before[..., 1:] = xp.cumprod(x[..., :-1], -1)
+        after[..., :-1] = xp.cumprod(x[..., :0:-1], -1)[..., ::-1]
+        others = xp.moveaxis(before * after, -1, self.axis)
+        return (_stretch(gy, self.x.shape, self.axis, self.keepdims) * others,)
+
+
 # ---- Shape: the numbers stay, their arrangement changes ----
 
 
@@ -813,7 +701,9 @@ class GetItem(Op):
 
     def backward(self, gy: Array) -> Grads:
         gx = array_module(gy).zeros(self.shape, gy.dtype)
-        if _may_repeat(self.index):
+        if getattr(self.index, "dtype", None) in ("int64", "int32"):
+            add_rows(gx, self.index, gy)
+        elif _may_repeat(self.index):
             scatter_add(gx, self.index, gy)
         else:
             gx[self.index] = gy
@@ -833,21 +723,65 @@ def _may_repeat(index: Any) -> bool:
     )
 
 
-class Embedding(Op):
-    """Row ids[i] of the table for every i; a row used k times adds k gradients"""
+class Gather(Op):
+    """x at integer places along the axis; `index` has as many axes as x
 
-    def __init__(self, ids: Array):
-        self.ids = ids
+    y[i][j] = x[index[i][j]][j]  for axis 0, and so on.
+    """
 
-    def forward(self, table: Array) -> Array:
-        check_range(self.ids, len(table), "index", "rows")
-        self.shape = table.shape
-        return table[self.ids]
+    def __init__(self, index: Array, axis: int):
+        self.index, self.axis = index, axis
+
+    def forward(self, x: Array) -> Array:
+        xp, self.shape = array_module(x), x.shape
+        grid = list(xp.ogrid[tuple([slice(n) for n in self.index.shape])])
+        grid[self.axis] = self.index
+        self.at = tuple(grid)
+        return x[self.at]
 
     def backward(self, gy: Array) -> Grads:
-        gtable = array_module(gy).zeros(self.shape, gy.dtype)
-        scatter_add(gtable, self.ids, gy)
-        return (gtable,)
+        gx = array_module(gy).zeros(self.shape, gy.dtype)
+        scatter_add(gx, self.at, gy)
+        return (gx,)
+
+
+class Pad(Op):
+    """x with `value` around it; widths[i] = (before, after) on axis i
+
+    A negative width takes elements away.
+    """
+
+    def __init__(self, widths: Sequence[tuple[int, int]], value: float):
+        self.widths, self.value = widths, value
+
+    def forward(self, x: Array) -> Array:
+        ends = [(max(a, 0), max(b, 0)) for a, b in self.widths]
+        cuts = [(max(-a, 0), max(-b, 0)) for a, b in self.widths]
+        sizes = zip(x.shape, cuts, strict=True)
+        self.shape = x.shape
+        self.kept = tuple([slice(a, max(n - b, a)) for n, (a, b) in sizes])
+        y = array_module(x).pad(x[self.kept], ends, constant_values=self.value)
+        self.inner = tuple(
+            [slice(a, n - b) for n, (a, b) in zip(y.shape, ends, strict=True)]
+        )
+        return y
+
+    def backward(self, gy: Array) -> Grads:
+        gx = array_module(gy).zeros(self.shape, gy.dtype)
+        gx[self.kept] = gy[self.inner]
+        return (gx,)
+
+
+def add_rows(dst: Array, rows: Array, v: Array) -> None:
+    """dst[rows] += v, where a row that occurs k times adds k times; dst is contiguous.
+
+    Element by element, in the order of `rows`: `add.at` is several times faster along
+    one axis than with whole rows. Rows may count from the end, and so do their places.
+    """
+    xp, width = array_module(dst), math.prod(dst.shape[1:])
+    places = xp.asarray(rows).reshape(-1, 1) * width + xp.arange(width)
+    values = v.reshape(-1).astype(dst.dtype, copy=False)
+    scatter_add(dst.reshape(-1), places.reshape(-1), values)
 
 
 class Concatenate(Op):
@@ -907,227 +841,50 @@ class MatMul(Op):
         return ga, gb
 
 
-class Linear(Op):
-    """x @ W.T + b, fused;  x is (..., in), W is (out, in), b is (out,) or absent"""
+class Einsum(Op):
+    """A sum of products, `equation` saying which axes are which: "ij,jk->ik"
 
-    def forward(self, x: Array, W: Array, b: Array | None = None) -> Array:
-        self.x, self.W, self.has_bias = x, W, b is not None
-        y = x @ W.T
-        if b is not None:
-            y += b
-        return y
+    The gradient of an input is an einsum as well, in which gy takes its place:
 
-    def backward(self, gy: Array) -> Grads:
-        x, W, rows = self.x, self.W, math.prod(self.x.shape[:-1])
-        g = gy.reshape(rows, W.shape[0])
-        gx = gy @ W if self.needs[0] else None
-        gW = None
-        if self.needs[1]:
-            xp, home = array_module(g), self.homes[1]
-            gW = xp.matmul(g.T, x.reshape(rows, W.shape[1]), out=home)
-        return (gx, gW, g.sum(axis=0)) if self.has_bias else (gx, gW)
+        ij,jk->ik       ga = einsum("ik,jk->ij", gy, b)
 
-
-# ---- Normalization: every channel over all the rest of the batch ----
-
-
-class BatchNorm(Op):
-    """(x - mean) / sqrt(var + eps) * W + b;  x is (N, C, ...), W and b are (C,)
-
-    mean and var are those of each channel over the batch, so x moves them too. With
-    xhat = (x - mean) / std, and means over the batch,        [Ioffe & Szegedy 2015]
-
-        gx = W / std (gy - mean(gy) - xhat mean(gy xhat))
-
-    fixed: a mean and a var to use instead, which x does not move: gx = W / std gy.
-    pool: `moments` and `sums` make those of this x into those of a batch of which x is
-    a part (sync_batch_norm.py); without, x is the batch.
-
-    What is kept is d = x - mean. One number per channel is float64, and float16 is
-    computed in float32, because a square of 300 is out of its range.
+    An axis that only that input has gets gy stretched along it.
     """
 
-    def __init__(
-        self, eps: float, fixed: tuple[Array, Array] | None = None, pool: Any = None
-    ):
-        self.eps, self.fixed, self.pool = eps, fixed, pool
+    def __init__(self, inputs: Sequence[str], output: str):
+        self.inputs, self.output = inputs, output
 
-    def forward(self, x: Array, W: Array, b: Array) -> Array:
-        xp = array_module(x)
-        self.dtype, self.W = x.dtype, W
-        self.axes = (0, *range(2, x.ndim))
-        x = x.astype(xp.result_type(x.dtype, "float32"), copy=False)
-        if self.fixed:
-            mean, self.var = self.fixed
-            self.d = x - self._along(x, mean)
-        else:
-            self._measure(x)
-        self.inverse = 1 / xp.sqrt(self.var.astype("float64") + self.eps)
-        y = self.d * self._along(x, W * self.inverse)
-        y += self._along(x, b)
-        return y.astype(self.dtype, copy=False)
-
-    def _measure(self, x: Array) -> None:
-        """Set d, and the count, mean and biased var of the batch.
-
-        Squares of d, not of x: E[x^2] - E[x]^2 cancels where the mean is large.
-        """
-        count = math.prod([x.shape[axis] for axis in self.axes])
-        mean = x.sum(self.axes, dtype="float64") / max(count, 1)
-        self.d = d = x - self._along(x, mean)
-        squares = (d * d).sum(self.axes, dtype="float64")
-        self.count, self.mean = count, mean
-        if self.pool:
-            self.count, self.mean, squares = self.pool.moments(count, mean, squares)
-            d += self._along(x, mean - self.mean)
-        if self.count < 2:
-            raise UsageError(
-                f"batch_norm: {self.count} value(s) per channel have no variance; "
-                f"training needs 2 or more, and the input is {x.shape}. Drop a last "
-                "batch of one, or evaluate: .eval()."
-            )
-        self.var = squares / self.count
+    def forward(self, *xs: Array) -> Array:
+        self.xs = xs
+        return _einsum(self.inputs, self.output, xs)
 
     def backward(self, gy: Array) -> Grads:
-        d, inverse = self.d, self.inverse
-        gy = gy.astype(d.dtype, copy=False)
-        gb = gy.sum(self.axes, dtype="float64")
-        gW = (gy * d).sum(self.axes, dtype="float64") * inverse
-        if not self.needs[0]:
-            return None, gW, gb
-        if self.fixed:
-            gx = gy * self._along(gy, self.W * inverse)
-        else:
-            sum_gy, sum_gy_xhat = self.pool.sums(gb, gW) if self.pool else (gb, gW)
-            gx = d * self._along(gy, inverse * sum_gy_xhat / -self.count)
-            gx += gy
-            gx -= self._along(gy, sum_gy / self.count)
-            gx *= self._along(gy, self.W * inverse)
-        return gx.astype(self.dtype, copy=False), gW, gb
+        grads: list[Array | None] = [None] * len(self.xs)
+        for i in range(len(self.xs)):
+            if self.needs[i]:
+                grads[i] = self._gradient(i, gy)
+        return tuple(grads)
 
-    def _along(self, x: Array, v: Array) -> Array:
-        """v, a number per channel, in the dtype of x and along its axis 1."""
-        return v.astype(x.dtype, copy=False).reshape(-1, *[1] * (x.ndim - 2))
-
-    def update(self, mean: Array, var: Array, momentum: float) -> None:
-        """Move running estimates, in place, towards the batch's mean and unbiased
-        var."""
-        unbiased = self.var * (self.count / (self.count - 1))
-        mean[...] = (1 - momentum) * mean + momentum * self.mean
-        var[...] = (1 - momentum) * var + momentum * unbiased
+    def _gradient(self, i: int, gy: Array) -> Array:
+        xp, x, letters = array_module(gy), self.xs[i], self.inputs[i]
+        others = [part for j, part in enumerate(self.inputs) if j != i]
+        arrays = [array for j, array in enumerate(self.xs) if j != i]
+        distinct = "".join(dict.fromkeys(letters))
+        elsewhere = self.output + "".join(others)
+        known = "".join([c for c in distinct if c in elsewhere])
+        g = _einsum([self.output, *others], known, [gy, *arrays])
+        g = g[tuple([slice(None) if c in elsewhere else None for c in distinct])]
+        shape = _einsum([letters], distinct, [x]).shape
+        g = xp.broadcast_to(g, broadcast_shapes(g.shape, shape))
+        g = unbroadcast(g, shape)
+        if distinct == letters:
+            return g
+        gx = xp.zeros(x.shape, g.dtype)  # an axis twice, "ii": only the diagonal counts
+        _einsum([letters], distinct, [gx])[...] = g
+        return gx
 
 
-# ---- Softmax and losses: fused where the parts alone would overflow ----
-
-
-class Softmax(Op):
-    """exp(x) / sum(exp(x)) along the axis
-
-    Subtracting the maximum first changes nothing in the quotient and keeps exp <= 1.
-    """
-
-    def __init__(self, axis: int = -1):
-        self.axis = axis
-
-    def forward(self, x: Array) -> Array:
-        e = array_module(x).exp(x - x.max(self.axis, keepdims=True))
-        self.y = e / e.sum(self.axis, keepdims=True)
-        return self.y
-
-    def backward(self, gy: Array) -> Grads:
-        g = gy * self.y
-        return (g - self.y * g.sum(self.axis, keepdims=True),)
-
-
-class LogSoftmax(Op):
-    """log(softmax(x)) along the axis, never taking the log of a number that became 0"""
-
-    def __init__(self, axis: int = -1):
-        self.axis = axis
-
-    def forward(self, x: Array) -> Array:
-        xp = array_module(x)
-        z = x - x.max(self.axis, keepdims=True)
-        self.y = z - xp.log(xp.exp(z).sum(self.axis, keepdims=True))
-        return self.y
-
-    def backward(self, gy: Array) -> Grads:
-        p = array_module(gy).exp(self.y)
-        return (gy - p * gy.sum(self.axis, keepdims=True),)
-
-
-class CrossEntropy(Op):
-    """-log softmax(x)[label] of every row;  x is (N, classes), the result is (N,)
-
-    The derivative is strikingly simple: the predicted probabilities, less 1 at the
-    label. Rows whose label is `ignore` count nothing, forward and backward.
-    """
-
-    def __init__(self, labels: Array, ignore: int = -100):
-        self.labels, self.ignore = labels, ignore
-
-    def forward(self, x: Array) -> Array:
-        xp = array_module(x)
-        check_range(self.labels, x.shape[1], "label", "classes", self.ignore)
-        labels = xp.asarray(self.labels)  # where x is
-        self.kept = labels != self.ignore
-        self.at = xp.arange(len(x)), xp.where(self.kept, labels, 0)
-        z = x - x.max(axis=1, keepdims=True)
-        e = xp.exp(z)
-        total = e.sum(axis=1, keepdims=True)
-        self.p = e / total
-        return (xp.log(total[:, 0]) - z[self.at]) * self.kept
-
-    def backward(self, gy: Array) -> Grads:
-        g = gy * self.kept
-        gx = self.p * g[:, None]
-        gx[self.at] -= g
-        return (gx,)
-
-
-class BinaryCrossEntropy(Op):
-    """-t log s(x) - (1 - t) log(1 - s(x)), elementwise, with s the sigmoid
-
-    In the form max(x, 0) - t x + log(1 + exp(-|x|)), where exp never exceeds 1.
-    """
-
-    def forward(self, x: Array, t: Array) -> Array:
-        xp = array_module(x)
-        self.x, self.t = x, t
-        return xp.maximum(x, 0) - t * x + xp.log1p(xp.exp(-abs(x)))
-
-    def backward(self, gy: Array) -> Grads:
-        return gy * (Sigmoid().forward(self.x) - self.t), -gy * self.x
-
-
-class SquaredError(Op):
-    """(a - b)^2, elementwise"""
-
-    def forward(self, a: Array, b: Array) -> Array:
-        self.d = a - b
-        return self.d * self.d
-
-    def backward(self, gy: Array) -> Grads:
-        g = 2 * gy * self.d
-        return g, (-g if self.needs[1] else None)
-
-
-def check_range(
-    ids: Array, size: int, what: str, of: str, ignore: int | None = None
-) -> None:
-    """Raise UsageError unless 0 <= id < size for all ids except `ignore`.
-
-    On the host, because a GPU would not complain but read another row.
-    """
-    ids = to_host(ids)
-    if ids.dtype.kind not in "iu":
-        raise UsageError(f"{what} must be an integer, but the array is {ids.dtype}")
-    wrong = (ids < 0) | (ids >= size)
-    if ignore is not None:
-        wrong &= ids != ignore
-    if wrong.any():
-        at = array_module(ids).unravel_index(wrong.argmax(), ids.shape)
-        raise UsageError(
-            f"{what} {ids[at]} at position {', '.join(map(str, at))} is out of range: "
-            f"there are {size} {of}, so it must be from 0 to {size - 1}"
-        )
+def _einsum(inputs: Sequence[str], output: str, xs: Sequence[Array]) -> Array:
+    """Two or more go through matrix products; of one it may be a view."""
+    equation = f"{','.join(inputs)}->{output}"
+    return array_module(xs[0]).einsum(equation, *xs, optimize=len(xs) > 1)

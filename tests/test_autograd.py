@@ -569,17 +569,41 @@ ARGUMENTS = {
     "F.cross_entropy": (TWO,), "F.broadcast_to": ((3, 2, 2),),
     "Tensor.reshape": (4,), "Tensor.view": (4,), "Tensor.permute": (1, 0),
     "Tensor.transpose": (0, 1), "Tensor.split": (2,), "Tensor.to": ("float32",),
+    "F.layer_norm": (2,), "F.rms_norm": (2,), "F.nll_loss": ([0, 1],),
+    "F.kl_div": (TWO,), "F.l1_loss": (TWO,), "F.smooth_l1_loss": (TWO,),
+    "F.scaled_dot_product_attention": (TWO, TWO), "F.pad": ((1, 0),),
+    "Tensor.softmax": (1,), "Tensor.log_softmax": (0,), "Tensor.pow": (2,),
+    "Tensor.cumsum": (0,), "Tensor.clamp": (1.5, 3.5), "Tensor.clip": (1.5,),
+    "Tensor.gather": (0, [[0, 0]]), "Tensor.chunk": (2,), "Tensor.unsqueeze": (0,),
+    "Tensor.expand": (3, -1, 2), "Tensor.expand_as": (Tensor(np.ones((3, 2, 2))),),
+    "Tensor.repeat": (2, 1), "Tensor.masked_fill": (TWO > 3, 0.0),
+    "Tensor.type_as": (Tensor([1.0]),),
 }  # fmt: skip
 # Those that do not take the tensor first.
 CALLS = {
+    "F.conv2d": lambda x: F.conv2d(x.reshape(1, 1, 2, 2), x.reshape(1, 1, 2, 2)),
+    "F.conv1d": lambda x: F.conv1d(x, x.reshape(1, 2, 2)),
+    "F.conv_transpose2d": lambda x: F.conv_transpose2d(
+        x.reshape(1, 1, 2, 2), x.reshape(1, 1, 2, 2)
+    ),
+    "F.max_pool2d": lambda x: F.max_pool2d(x.reshape(1, 2, 2), 2),
+    "F.avg_pool2d": lambda x: F.avg_pool2d(x.reshape(1, 2, 2), 2),
+    "F.adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x.reshape(1, 2, 2), 1),
+    "F.interpolate": lambda x: F.interpolate(x.reshape(1, 1, 2, 2), 3),
     "F.embedding": lambda x: F.embedding([0, 1], x),
     "F.where": lambda x: F.where([True, False], x, 2.0),
     "F.cat": lambda x: F.cat([x, x]),
     "F.stack": lambda x: F.stack([x, x]),
+    "F.einsum": lambda x: F.einsum("ij,jk->ik", x, x),
+    "Tensor.sort": lambda x: x.sort().values,
+    "Tensor.topk": lambda x: x.topk(1).values,
     "F.batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
 }
 # Positions and classes cannot move a little, so they have no gradient.
-NOT_DIFFERENTIABLE = ["Tensor.argmax", "Tensor.long", "F.one_hot"]
+NOT_DIFFERENTIABLE = [
+    "Tensor.argmax", "Tensor.argmin", "Tensor.argsort", "Tensor.multinomial",
+    "Tensor.any", "Tensor.all", "Tensor.long", "Tensor.int", "Tensor.bool", "F.one_hot",
+]  # fmt: skip
 # These return no function of the values.
 OTHERS = [
     "backward", "detach", "dim", "size", "item", "numel", "numpy", "tolist", "zero_",
@@ -611,7 +635,7 @@ def test_every_public_function_keeps_the_history(name, f):
 
 def test_what_has_no_gradient_does_not_claim_one():
     x = leaf([[1.0, 2.0], [3.0, 4.0]])
-    for y in (x.argmax(), x.long(), x > 2, F.one_hot([0, 1], 2)):
+    for y in (x.argmax(), x.long(), x > 2, F.one_hot([0, 1], 2), x.argsort(), x.any()):
         assert not y.requires_grad
 
 
@@ -707,6 +731,33 @@ MATRIX = Tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
         lambda: F.stack([MATRIX, MATRIX], dim=3),
         lambda: F.softmax(MATRIX, dim=2),
         lambda: F.broadcast_to(MATRIX, (2, 4)),
+        lambda: MATRIX.var(False),
+        lambda: MATRIX.long().std(),
+        lambda: MATRIX.cumsum(2),
+        lambda: MATRIX.prod(2),
+        lambda: MATRIX.sort(2),
+        lambda: MATRIX.topk(4),
+        lambda: MATRIX.topk(-1),
+        lambda: MATRIX.gather(0, [0]),
+        lambda: MATRIX.gather(0, [[2]]),
+        lambda: MATRIX.gather(1, [[0], [0], [0]]),
+        lambda: MATRIX.clamp(),
+        lambda: MATRIX.clamp(MATRIX),
+        lambda: MATRIX.masked_fill([1, 0, 1], 0.0),
+        lambda: MATRIX[0].tril(),
+        lambda: MATRIX.chunk(0),
+        lambda: MATRIX.squeeze(2),
+        lambda: MATRIX.unsqueeze(3),
+        lambda: MATRIX.expand(4, 3),
+        lambda: MATRIX.expand(-1, 2, 3),
+        lambda: MATRIX.repeat(2),
+        lambda: MATRIX.repeat(-1, 1),
+        lambda: MATRIX.flip(2),
+        lambda: Tensor([1.0, -1.0]).multinomial(1),
+        lambda: Tensor([1.0, 0.0]).multinomial(2),
+        lambda: Tensor([[1.0, 1.0], [0.0, 0.0]]).multinomial(1, replacement=True),
+        lambda: Tensor([1.0, float("nan")]).multinomial(1),
+        lambda: Tensor(1.0).multinomial(1),
         lambda: manual_seed(-1),
     ],
     ids=inspect.getsource,

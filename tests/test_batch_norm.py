@@ -8,7 +8,7 @@ from gradcheck import gradcheck
 
 from minddp import functional as F
 from minddp import manual_seed, nn, optim
-from minddp import tensor_ops as ops
+from minddp import neural_ops as neural
 from minddp.autograd import Tensor
 from minddp.ddp import DistributedDataParallel
 from minddp.errors import MindDPError, UsageError
@@ -54,14 +54,14 @@ def test_an_input_that_needs_no_gradient_leaves_those_of_weight_and_bias():
     np.testing.assert_allclose(W.grad.data, [1, 0], rtol=1e-4)  # xhat is -1, 1 and 0, 0
     assert b.grad.tolist() == [3, 3]
 
-    op = ops.BatchNorm(1e-5)
+    op = neural.BatchNorm(1e-5)
     op.needs = (False, True, True)
     op.forward(numbers(4, 2), W.data, b.data)
     assert op.backward(np.ones((4, 2)))[0] is None
 
 
 def test_the_gradient_that_goes_on_has_the_dtype_of_the_input():
-    op, x = ops.BatchNorm(1e-5), numbers(4, 2).astype("float16")
+    op, x = neural.BatchNorm(1e-5), numbers(4, 2).astype("float16")
     op.forward(x, np.ones(2), np.zeros(2))
     assert op.backward(x)[0].dtype == np.float16
 

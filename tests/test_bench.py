@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from commands import run
 
-from minddp import bench
+from minddp import bench, bench_step
 from minddp import functional as F
-from minddp.bench import MODELS, WARM_UP_STEPS, Variant
+from minddp.bench_step import MODELS, WARM_UP_STEPS, Variant
 from minddp.device import manual_seed
 from minddp.environment import THREAD_VARIABLES
 from minddp.errors import ReplicaError, UsageError
@@ -51,6 +51,7 @@ def test_a_step_gives_a_row_for_each_bucket_cap_in_the_order_asked():
     assert [row["bucket_cap_mb"] for row in rows] == [25, 0.5]
     for row in rows:
         assert 0 < row.pop("min_ms") <= row.pop("median_ms") <= row.pop("max_ms")
+        assert 0 < row.pop("graph_mb") < row.pop("peak_mb")
         del row["bucket_cap_mb"]
         assert row == {
             "model": "mlp",
@@ -68,7 +69,7 @@ def test_one_rank_trains_without_ddp_and_people_get_a_table(tmp_path):
     options = ["-n", "1", "--batch", "4", "--steps", "1", "--json", str(file)]
     finished = run(["minddp", "bench", "step", *options])
     head, line = finished.stdout.splitlines()
-    assert head.split()[:3] == ["model", "ddp", "bucket_cap_mb"]
+    assert head.split()[:3] == ["model", "bucket_cap_mb", "median_ms"]
     assert line.split()[:3] == ["mlp", "-", "-"]
     row = json.loads(file.read_text())
     assert row["ddp"] is row["bucket_cap_mb"] is None
@@ -156,10 +157,12 @@ def timed(monkeypatch, repetitions, **durations):
         happened.append("barrier")
         clock[0] += 1000.0
 
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        bench_step, "time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
     pg = SimpleNamespace(rank=0, barrier=barrier)
     steps = [step(name) for name in durations]
-    return happened, bench.time_steps(pg, steps, repetitions)
+    return happened, bench_step.time_steps(pg, steps, repetitions)
 
 
 def test_the_steps_take_turns_each_after_a_barrier(monkeypatch):
@@ -175,34 +178,37 @@ def test_neither_the_warm_up_nor_the_barrier_is_in_the_times(monkeypatch):
     assert seconds == [[1.0, 2.0, 3.0], [4.0, 8.0, 16.0]]
 
 
-def options(variants, steps=1):
-    return Namespace(model="mlp", batch=2, threads=1, steps=steps, variants=variants)
+def measured(n, variants, **settings):
+    """The rows of each rank."""
+    settings = {"model": "mlp", "steps": 1, "profile": False} | settings
+    options = Namespace(batch=2, threads=1, variants=variants, **settings)
+    return run_groups(n, lambda pg: list(bench_step.step_rows(pg, options)))
 
 
 def test_a_row_has_the_median_and_the_extremes_in_milliseconds(monkeypatch):
     times = [[0.001, 0.002, 0.009], [0.004, 0.005, 0.006]]
-    monkeypatch.setattr(bench, "time_steps", lambda *_: times)
+    monkeypatch.setattr(bench_step, "time_steps", lambda *_: times)
     variants = [Variant(None), Variant(None)]
-    rows = run_groups(1, lambda pg: list(bench.step_rows(pg, options(variants))))[0]
+    (rows,) = measured(1, variants)
     names = ("min_ms", "median_ms", "max_ms")
     assert [[row[name] for name in names] for row in rows] == [[1, 2, 9], [4, 5, 6]]
 
 
 def test_ranks_that_do_not_average_get_no_time():
     with pytest.raises(ReplicaError):
-        run_groups(2, lambda pg: list(bench.step_rows(pg, options([Variant(None)]))))
+        measured(2, [Variant(None)])
 
 
 def test_every_version_of_ddp_keeps_the_replicas_equal():
     variants = [Variant("naive"), Variant("bucketed", 25), Variant("bucketed", 0.1)]
-    (rows, _) = run_groups(2, lambda pg: list(bench.step_rows(pg, options(variants))))
+    (rows, _) = measured(2, variants)
     assert [(row["ddp"], row["bucket_cap_mb"]) for row in rows] == variants
 
 
 def test_the_cap_is_that_of_the_buckets():
     def buckets(pg):
         caps = [Variant("bucketed", cap) for cap in (0.001, 25)]
-        models = [cap.wrap(bench.mlp(4, 16, 16, 4), pg) for cap in caps]
+        models = [cap.wrap(bench_step.mlp(4, 16, 16, 4), pg) for cap in caps]
         return [len(model.buckets) for model in models]
 
     assert run_groups(2, buckets) == [[2, 1]] * 2
@@ -210,9 +216,9 @@ def test_the_cap_is_that_of_the_buckets():
 
 def test_a_step_trains_with_a_fresh_gradient_each_time():
     manual_seed(0)
-    model = bench.mlp(784, 3, 10)
-    x, y = bench.images(8)
-    step = bench.training_step(model, x, y)
+    model = bench_step.mlp(784, 3, 10)
+    x, y = bench_step.images(8)
+    step = bench_step.training_step(model, bench_step.sgd(model), x, y)
     weight = next(model.parameters())
     velocity = 0
     for _ in range(3):
@@ -235,6 +241,32 @@ def test_the_models_have_the_sizes_that_their_figures_are_compared_by(name, coun
     assert logits.shape == (3, 10)
     assert (logits.data < 0).any(), "there is no ReLU after the last layer"
     assert (x.dtype, y.dtype.kind, y.shape) == (np.float32, "i", (3,))
+
+
+@pytest.mark.parametrize(("name", "count"), [("cnn", 20_490), ("gpt", 818_241)])
+def test_so_have_the_convolutions_and_the_transformer(name, count):
+    model = MODELS[name].model()
+    assert sum(p.data.size for p in model.parameters()) == count
+    x, y = MODELS[name].batch(3)
+    assert len(model(x)) == len(y)
+    assert MODELS[name].optimizer(model).param_groups
+
+
+def test_a_profile_has_every_op_and_adds_up_to_the_step():
+    (rows,) = measured(1, [Variant(None)], profile=True)
+    profile = {row["op"]: row for row in rows[0]["profile"]}
+    assert set(profile) > {"Linear", "ReLU", "CrossEntropy", "(all else)"}
+    assert all(profile[op]["backward_ms"] > 0 for op in ("Linear", "ReLU"))
+    assert profile["(all else)"]["backward_ms"] > 0
+    plain = vars(bench_step.neural.Linear)["forward"]
+    assert not hasattr(plain, "__wrapped__"), "the timers are gone"
+
+
+def test_memory_is_told_as_what_the_graph_holds():
+    (rows,) = measured(1, [Variant(None)])
+    parameters, images = 4 * 535_818, 4 * 2 * 784
+    assert parameters + images < rows[0]["graph_mb"] * 1e6 < 1.2 * parameters
+    assert rows[0]["peak_mb"] > rows[0]["graph_mb"]
 
 
 # ---- What comes out ----

@@ -9,16 +9,33 @@ PACKAGE = Path(__file__).parent.parent / "minddp"
 
 GROUND = ["errors", "environment"]
 COMPUTE = [
-    *("device", "tensor_ops", "autograd", "functional", "creation", "module"),
-    *("nn", "optim", "data", "checkpoint"),
+    *(
+        "device",
+        "tensor_ops",
+        "neural_ops",
+        "spatial_ops",
+        "autograd",
+        "functional",
+        "creation",
+    ),
+    *("module", "init", "nn", "lr_scheduler", "optim", "data", "checkpoint"),
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "mailbox", "rooted", "payload", "group", "distributed"),
+    *(
+        "rendezvous",
+        "ring",
+        "work",
+        "mailbox",
+        "rooted",
+        "payload",
+        "group",
+        "distributed",
+    ),
 ]
 MEET = [
     *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),
-    *("reducer", "ddp", "powersgd", "local_sgd", "sync_batch_norm"),
+    *("reducer", "ddp", "powersgd", "local_sgd", "sync_batch_norm", "amp"),
 ]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "multiprocessing", "testing"),

@@ -1,11 +1,12 @@
 """Optimizers: the formulas, worked by hand, and the order of the parameters."""
 
 import copy
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from minddp import optim
+from minddp import nn, optim
 from minddp.autograd import Tensor
 from minddp.errors import UsageError
 
@@ -38,6 +39,16 @@ def trajectory(optimizer, p, gradients):
         ({"momentum": 0.9, "nesterov": True}, [-0.19, -0.461, -0.8049]),
         # g = 1 + p / 2 = 1, 0.95, 0.9025
         ({"weight_decay": 0.5}, [-0.1, -0.195, -0.28525]),
+        # g = 1, 0.905, 0.778525; v = 1, 1.805, 2.403025
+        (
+            {"weight_decay": 0.5, "momentum": 0.9, "nesterov": True},
+            [-0.19, -0.44295, -0.73707475],
+        ),
+        # g = 1, 0.95, 0.88125; v = 1, 1.375, 1.678125
+        (
+            {"weight_decay": 0.5, "momentum": 0.9, "dampening": 0.5},
+            [-0.1, -0.2375, -0.4053125],
+        ),
     ],
 )
 def test_sgd(settings, expected):
@@ -88,7 +99,10 @@ def test_adams_first_step_has_the_length_of_lr_whatever_the_gradient():
 
 KINDS = [
     lambda params: optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-    lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    lambda params: optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    lambda params: optim.SGD(
+        params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
+    ),
     lambda params: optim.Adam(params, lr=0.1, weight_decay=0.1),
     lambda params: optim.AdamW(params, lr=0.1),
 ]
@@ -160,6 +174,109 @@ def test_a_loaded_optimizer_continues_as_if_nothing_had_happened(kind):
     second = kind([q])
     second.load_state_dict(saved)
     assert trajectory(second, q, [3, 4]) == expected[2:]
+
+
+# ---- Large parameters: block by block ----
+
+LARGE = 2 * optim.BLOCK_BYTES // 8 + 5  # of float64: two blocks and a bit
+
+
+def large(make, n=LARGE):
+    """n numbers with a gradient each, from a seed, with an optimizer around them."""
+    rng = np.random.default_rng(7)
+    p = Tensor(rng.standard_normal(n), requires_grad=True)
+    p.grad = Tensor(rng.standard_normal(n))
+    return p, make([p])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_parameter_moves_as_its_elements_would(kind):
+    p, optimizer = large(kind)
+    parts = [slice(0, 9), slice(LARGE // 2, LARGE // 2 + 9), slice(LARGE - 9, LARGE)]
+    alone = [Tensor(p.data[part].copy(), requires_grad=True) for part in parts]
+    of_parts = kind(alone)
+    for _ in range(3):
+        for q, part in zip(alone, parts, strict=True):
+            q.grad = Tensor(p.grad.data[part])
+        optimizer.step()
+        of_parts.step()
+        p.grad = Tensor(p.grad.data[::-1] * 2)
+    for q, part in zip(alone, parts, strict=True):
+        assert p.data[part].tobytes() == q.data.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_array_that_does_not_lie_in_one_piece_is_written_too(kind):
+    p, optimizer = large(kind, 2 * LARGE)
+    rows = p.data.reshape(2, LARGE)
+    q = Tensor(rows.copy().T, requires_grad=True)  # columns that are apart in memory
+    array = q.data
+    other = kind([q])
+    for _ in range(2):
+        q.grad = Tensor(p.grad.data.reshape(2, LARGE).T.copy())
+        optimizer.step()
+        other.step()
+    assert q.data is array
+    assert (q.data == rows.T).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_is_only_read(kind):
+    """In a bucket it lies beside others, and a compressing hook may look at it."""
+    for n in (10, LARGE):
+        p, optimizer = large(kind, n)
+        p.grad.data.flags.writeable = False
+        before = p.data.copy()
+        optimizer.step()
+        optimizer.step()
+        assert (p.data != before).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_makes_no_array_as_large_as_a_parameter(kind):
+    p, optimizer = large(kind, 8 * LARGE)
+    optimizer.step()  # makes the state, and the scratch
+    tracemalloc.start()
+    optimizer.step()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < p.data.nbytes / 100
+
+
+def test_parameters_of_all_dtypes_and_sizes_share_one_optimizer():
+    """The scratch of one is not of the dtype or the shape of the next."""
+    rng = np.random.default_rng(0)
+    shapes = [("float32", 5), ("float64", LARGE), ("float32", LARGE), ("float64", 5)]
+    ps = [Tensor(rng.standard_normal(n).astype(d), True) for d, n in shapes]
+    qs = [Tensor(p.data.copy(), True) for p in ps]
+    optimizers = [optim.AdamW(ps), *(optim.AdamW([q]) for q in qs)]
+    for p, q in zip(ps, qs, strict=True):
+        p.grad = q.grad = Tensor(rng.standard_normal(p.shape).astype(p.dtype))
+    for optimizer in optimizers:
+        optimizer.step()
+    for p, q in zip(ps, qs, strict=True):
+        assert p.data.tobytes() == q.data.tobytes()
+        assert p.dtype == q.dtype
+
+
+def test_a_step_between_forward_and_backward_is_noticed():
+    w = Tensor(np.ones(2), requires_grad=True)
+    optimizer = optim.SGD([w], lr=0.1)
+    w.grad = Tensor(np.ones(2))
+    loss = (w * w).sum()
+    optimizer.step()
+    with pytest.raises(UsageError, match="modified in place"):
+        loss.backward()
+
+
+def test_an_lr_can_be_any_kind_of_number():
+    for lr in (np.float32(0.5), np.array(0.5), 0.5):
+        p = parameter(1.0)
+        optimizer = optim.SGD([p], momentum=0.9)
+        optimizer.param_groups[0]["lr"] = lr  # as a schedule of one's own may do it
+        assert trajectory(optimizer, p, [1, 1]) == pytest.approx([0.5, -0.45])
+        optimizer.param_groups[0]["lr"] = 2 * lr  # what was there before is not kept
+        assert trajectory(optimizer, p, [1]) == pytest.approx([-0.45 - 2.71])
 
 
 def test_loading_copies_and_checks():
@@ -249,6 +366,27 @@ def test_groups_have_settings_of_their_own():
     optimizer.param_groups[1]["lr"] = 10.0
     optimizer.step()
     assert (p.item(), q.item()) == (-2.0, -10.1)
+
+
+def test_groups_as_gpt_scripts_make_them_decay_matrices_only():
+    """Built as nanoGPT does, with fused and foreach, which change nothing."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    with_grad = [p for _, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in with_grad if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in with_grad if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    before = {p: p.data.copy() for p in with_grad}
+    optimizer = optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
+    for p in with_grad:
+        p.grad = Tensor(np.zeros_like(p.data))
+    optimizer.step()
+    for p in with_grad:
+        shrunk = 1 - 0.01 * 0.1 if p.dim() >= 2 else 1
+        np.testing.assert_allclose(p.data, before[p] * shrunk, rtol=1e-6)
+    for kind in (optim.SGD, optim.Adam, optim.AdamW):
+        settings = kind(with_grad, lr=0.1, foreach=False, fused=None).param_groups[0]
+        assert {"foreach", "fused"}.isdisjoint(settings)
 
 
 def test_zero_grad_drops_gradients_or_clears_them_in_place():

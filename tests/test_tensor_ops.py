@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minddp import functional as F
+from minddp import neural_ops as neural
 from minddp import tensor_ops as ops
 from minddp.autograd import Tensor, apply
 from minddp.device import manual_seed
@@ -120,6 +121,18 @@ UNARY = {
     "sigmoid": F.sigmoid,
     "relu": F.relu,
     "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "softplus, beta": lambda x: F.softplus(x, 2, 3),
+    "leaky_relu": F.leaky_relu,
+    "elu": lambda x: F.elu(x, 0.5),
+    "erf": lambda x: x.erf(),
+    "expm1": lambda x: x.expm1(),
+    "sin": lambda x: x.sin(),
+    "cos": lambda x: x.cos(),
+    "sign": lambda x: x.sign(),
+    "clamp": lambda x: x.clamp(-1, 0.5),
     "cube": lambda x: x**3,
     "inverse": lambda x: x**-1,
     "x**0": lambda x: x**0,
@@ -145,7 +158,17 @@ def test_elementwise_gradients_of_a_single_number(name):
     gradcheck(UNARY[name], numbers())
 
 
-@pytest.mark.parametrize("f", [lambda x: x.log(), lambda x: x.sqrt(), lambda x: x**1.5])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.log(),
+        lambda x: x.sqrt(),
+        lambda x: x**1.5,
+        lambda x: x.log1p(),
+        lambda x: x.rsqrt(),
+        lambda x: x.reciprocal(),
+    ],
+)
 def test_elementwise_gradients_of_functions_of_positive_numbers(f):
     gradcheck(f, positive(2, 3))
     gradcheck(f, positive())
@@ -157,11 +180,15 @@ def test_derivatives_at_kinks_are_the_documented_ones():
     assert x.grad.tolist() == [0]
 
 
-def test_gelu_is_the_tanh_form_and_refuses_the_other():
+def test_gelu_has_an_exact_form_and_one_by_tanh_that_is_close_to_it():
     # x P(X <= x) for a normal X, from tables: 0.8413 and 0.9772
-    np.testing.assert_allclose(F.gelu([1.0, 2.0]).data, [0.8413, 1.9545], atol=5e-4)
-    with pytest.raises(UsageError, match="tanh"):
-        F.gelu([1.0], approximate="none")
+    x = [1.0, 2.0]
+    np.testing.assert_allclose(F.gelu(x).data, [0.84134, 1.95450], atol=1e-5)
+    by_tanh = F.gelu(x, approximate="tanh").data
+    assert (abs(by_tanh - F.gelu(x).data) < 5e-4).all()
+    assert (by_tanh != F.gelu(x).data).all()
+    with pytest.raises(UsageError, match="'none' or 'tanh'"):
+        F.gelu(x, approximate="erf")
 
 
 def test_sigmoid_never_overflows():
@@ -190,11 +217,12 @@ def test_a_quotient_in_range_has_a_gradient_in_range(size):
 
 
 def test_gelu_of_a_large_number_has_the_gradient_1():
-    x = Tensor(np.array([2000.0, -2000.0], "float16"), requires_grad=True)
-    y = F.gelu(x)
-    y.sum().backward()
-    assert y.tolist() == [2000, 0]
-    assert x.grad.tolist() == [1, 0]
+    for approximate in ("none", "tanh"):
+        x = Tensor(np.array([2000.0, -2000.0], "float16"), requires_grad=True)
+        y = F.gelu(x, approximate)
+        y.sum().backward()
+        assert y.tolist() == [2000, 0]
+        assert x.grad.tolist() == [1, 0]
 
 
 # ---- Reductions ----
@@ -372,7 +400,7 @@ def test_linear_on_an_empty_batch_gives_zero_gradients():
 
 
 def test_the_gradient_of_an_input_that_needs_none_is_not_computed():
-    op = ops.Linear()
+    op = neural.Linear()
     op.needs = (False, True, True)
     op.forward(np.ones((2, 3)), np.ones((4, 3)), np.ones(4))
     gx, gW, gb = op.backward(np.ones((2, 4)))
@@ -537,20 +565,49 @@ SAMPLES = {
     "Div": (ops.Div(), numbers(2, 3), numbers(3)),
     "PowNumber": (ops.PowNumber(3), numbers(2, 3)),
     "Sigmoid": (ops.Sigmoid(), numbers(2, 3)),
-    "GELU": (ops.GELU(), numbers(2, 3)),
+    "GELU": (neural.GELU(), numbers(2, 3)),
+    "TanhGELU": (neural.TanhGELU(), numbers(2, 3)),
+    "SiLU": (neural.SiLU(), numbers(2, 3)),
+    "Softplus": (neural.Softplus(1.0, 20.0), numbers(2, 3)),
+    "LeakyReLU": (neural.LeakyReLU(0.1), numbers(2, 3)),
+    "ELU": (neural.ELU(0.5), numbers(2, 3)),
+    "Erf": (neural.Erf(), numbers(2, 3)),
+    "Rsqrt": (ops.Rsqrt(), positive(2, 3)),
+    "Clip": (ops.Clip(-1.0, 0.5), numbers(2, 3)),
+    "Var": (ops.Var(1), numbers(2, 3)),
+    "Std": (ops.Std(1), numbers(2, 3)),
+    "CumSum": (ops.CumSum(1), numbers(2, 3)),
+    "Prod": (ops.Prod(1), numbers(2, 3)),
+    "Gather": (ops.Gather(np.array([[0, 1, 1]]), 0), numbers(2, 3)),
+    "Pad": (ops.Pad([(0, 1), (-1, 2)], 0.5), numbers(2, 3)),
+    "Embedding": (neural.Embedding(np.array([0, 2, 2])), numbers(3, 2)),
+    "Einsum": (ops.Einsum(["ij", "jk"], "ik"), numbers(2, 3), numbers(3, 4)),
+    "LayerNorm": (neural.LayerNorm(1e-5), numbers(2, 3), numbers(3), numbers(3)),
+    "RMSNorm": (neural.RMSNorm(1e-5), numbers(2, 3), numbers(3)),
+    "Attention": (neural.Attention(0.5), numbers(2, 3), numbers(4, 3), numbers(4, 2)),
+    "Attention, dropped": (
+        *(neural.Attention(0.5, 0.5), numbers(2, 3), numbers(4, 3), numbers(4, 2)),
+    ),
+    "Rotary": (neural.Rotary(np.float32([0.6]), np.float32([0.8])), numbers(3, 2)),
+    "KLDivergence": (neural.KLDivergence(), numbers(2, 3), positive(2, 3)),
+    "SmoothL1": (neural.SmoothL1(1.0), numbers(2, 3), numbers(2, 3, seed=1)),
+    "CrossEntropy, smoothed": (
+        neural.CrossEntropy(np.array([0, 2]), smoothing=0.1, weights=positive(3)),
+        numbers(2, 3),
+    ),
     "ReLU": (ops.ReLU(), numbers(2, 3)),
     "Maximum": (ops.Maximum(), numbers(2, 3), numbers(3)),
     "Where": (ops.Where(np.array([True, False, True])), numbers(2, 3), numbers(3)),
-    "Dropout": (ops.Dropout(0.5), numbers(2, 3)),
+    "Dropout": (neural.Dropout(0.5), numbers(2, 3)),
     "Mean": (ops.Mean(1), numbers(2, 3)),
     "Max": (ops.Max(1), numbers(2, 3)),
     "MatMul": (ops.MatMul(), numbers(2, 3), numbers(3, 2)),
-    "Linear": (ops.Linear(), numbers(2, 3), numbers(4, 3), numbers(4)),
-    "Softmax": (ops.Softmax(), numbers(2, 3)),
-    "LogSoftmax": (ops.LogSoftmax(), numbers(2, 3)),
-    "CrossEntropy": (ops.CrossEntropy(np.array([0, 2])), numbers(2, 3)),
-    "SquaredError": (ops.SquaredError(), numbers(2, 3), numbers(2, 3)),
-    "BinaryCrossEntropy": (ops.BinaryCrossEntropy(), numbers(2, 3), numbers(2, 3)),
+    "Linear": (neural.Linear(), numbers(2, 3), numbers(4, 3), numbers(4)),
+    "Softmax": (neural.Softmax(), numbers(2, 3)),
+    "LogSoftmax": (neural.LogSoftmax(), numbers(2, 3)),
+    "CrossEntropy": (neural.CrossEntropy(np.array([0, 2])), numbers(2, 3)),
+    "SquaredError": (neural.SquaredError(), numbers(2, 3), numbers(2, 3)),
+    "BinaryCrossEntropy": (neural.BinaryCrossEntropy(), numbers(2, 3), numbers(2, 3)),
 }
 
 

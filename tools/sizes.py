@@ -20,16 +20,33 @@ START, END = "<!-- sizes -->", "<!-- end of sizes -->"
 PARTS = {
     "What teaches DDP": [
         *("frame", "handshake", "net", "lobby", "verdict", "control", "rendezvous"),
-        *("ring", "work", "payload", "group", "replicas", "buckets", "comm_hooks", "join"),
+        *(
+            "ring",
+            "work",
+            "payload",
+            "group",
+            "replicas",
+            "buckets",
+            "comm_hooks",
+            "join",
+        ),
         *("reducer", "ddp"),
     ],
     "More of DDP": [
         *("rooted", "mailbox", "distributed", "bfloat16", "powersgd", "local_sgd"),
-        *("nonfinite", "ddp_logger", "sync_batch_norm"),
+        *("nonfinite", "ddp_logger", "sync_batch_norm", "amp"),
     ],
     "The engine": [
-        *("device", "tensor_ops", "autograd", "functional", "creation", "module", "nn"),
-        *("optim", "data", "checkpoint"),
+        *(
+            "device",
+            "tensor_ops",
+            "neural_ops",
+            "spatial_ops",
+            "autograd",
+            "functional",
+            "creation",
+        ),
+        *("module", "init", "nn", "optim", "lr_scheduler", "data", "checkpoint"),
     ],
     "Around them": [
         *("errors", "environment", "launch", "supervise", "relay", "progress"),

@@ -32,7 +32,7 @@ def blocking(rank):
 
 
 def immediate(rank):
-    """Rank 2 does not wait until its message has been received; rank 3 takes its time."""
+    """Rank 2 goes on before its message has been received; rank 3 takes its time."""
     tensor, gone_on = torch.zeros(1), torch.zeros(1)
     if rank == 2:
         tensor += 2

@@ -94,6 +94,7 @@ CASES = {
     "plain-4-adamw": Case(4, "AdamW"),
     "tied-2-sgd": Case(2, "SGD", "tied"),
     "tied-4-adamw": Case(4, "AdamW", "tied"),
+    "cnn-2-sgd": Case(2, "SGD", "tiny_cnn"),
     "no_sync-2-sgd": Case(2, "SGD", micro_batches=3),
     "no_sync-4-adamw": Case(4, "AdamW", micro_batches=3),
     "unused-2-sgd": Case(2, "SGD", "branched", 1, True),
@@ -143,6 +144,8 @@ def build(library: Library, name: str) -> Any:
         first, a, b = linear(FEATURES, 5), linear(5, 5, False), linear(5, 5, False)
         b.weight = a.weight
         return nn.Sequential(first, a, nn.Tanh(), b, nn.Tanh(), linear(5, CLASSES))
+    if name == "tiny_cnn":
+        return build_cnn(library)
 
     class Branched(nn.Module):
         def __init__(self) -> None:
@@ -154,6 +157,27 @@ def build(library: Library, name: str) -> Any:
             return self.trunk(x) + self.branch(x) if use_branch else self.trunk(x)
 
     return Branched()
+
+
+def build_cnn(library: Library) -> Any:
+    """The FEATURES numbers as an image of 2 x 3: convolved, halved, classified."""
+    nn, dtype = library.nn, library.float64
+
+    class CNN(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Conv2d(1, 4, 3, padding=(1, 2), dtype=dtype),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+                nn.Flatten(),
+                nn.Linear(8, CLASSES, dtype=dtype),
+            )
+
+        def forward(self, x: Any) -> Any:
+            return self.layers(x.reshape(-1, 1, 2, 3))
+
+    return CNN()
 
 
 def build_optimizer(library: Library, name: str, parameters: Any) -> Any:
