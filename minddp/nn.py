@@ -7,7 +7,9 @@ Rule.  A layer holds parameters and settings; what it computes is one function o
 functional.py.
 
 Invariant.  Parameters and buffers have the names, shapes and layouts that they have in
-PyTorch, so a `state_dict` from there fits here.
+PyTorch, so a `state_dict` from there fits here. Saved by `numpy.savez` or as
+safetensors, it is read by `numpy.load`, or by `safetensors.numpy.load_file`, and goes
+into `load_state_dict`; and back.
 
 In PyTorch: `torch.nn`. For clipping, `torch.nn.utils`.
 

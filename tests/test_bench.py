@@ -15,6 +15,7 @@ from minddp.bench_step import MODELS, WARM_UP_STEPS, Variant
 from minddp.device import manual_seed
 from minddp.environment import THREAD_VARIABLES
 from minddp.errors import ReplicaError, UsageError
+from minddp.neural_ops import Linear
 from minddp.testing import run_groups
 
 
@@ -70,7 +71,7 @@ def test_one_rank_trains_without_ddp_and_people_get_a_table(tmp_path):
     finished = run(["minddp", "bench", "step", *options])
     head, line = finished.stdout.splitlines()
     assert head.split()[:3] == ["model", "bucket_cap_mb", "median_ms"]
-    assert line.split()[:3] == ["mlp", "-", "-"]
+    assert line.split()[:2] == ["mlp", "-"]
     row = json.loads(file.read_text())
     assert row["ddp"] is row["bucket_cap_mb"] is None
 
@@ -258,7 +259,7 @@ def test_a_profile_has_every_op_and_adds_up_to_the_step():
     assert set(profile) > {"Linear", "ReLU", "CrossEntropy", "(all else)"}
     assert all(profile[op]["backward_ms"] > 0 for op in ("Linear", "ReLU"))
     assert profile["(all else)"]["backward_ms"] > 0
-    plain = vars(bench_step.neural.Linear)["forward"]
+    plain = vars(Linear)["forward"]
     assert not hasattr(plain, "__wrapped__"), "the timers are gone"
 
 

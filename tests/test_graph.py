@@ -1,14 +1,16 @@
 """What happens to a recorded graph: writes in between, computing again, pictures."""
 
 import gc
+import os
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from minddp import functional as F
-from minddp import manual_seed, nn
-from minddp.autograd import Tensor, checkpoint, no_grad, note_write
+from minddp import manual_seed, nn, optim
+from minddp.autograd import Tensor, bytes_held, checkpoint, no_grad, note_write
 from minddp.ddp import DistributedDataParallel
 from minddp.errors import UsageError
 from minddp.testing import run_groups
@@ -237,3 +239,45 @@ def test_a_graph_that_was_freed_is_refused():
     y.backward()
     with pytest.raises(UsageError, match="freed"):
         y.graph()
+
+
+# ---- Memory ----
+
+
+def test_a_thousand_steps_take_no_more_memory_than_the_first_hundred():
+    m = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 32), nn.GELU()),
+        nn.Linear(32, 10),
+    )
+    optimizer = optim.AdamW(m.parameters())
+    x = np.random.default_rng(0).standard_normal((32, 1, 8, 8)).astype("float32")
+    y = np.arange(32) % 10
+
+    def resident():
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(m(x), y).backward()
+            optimizer.step()
+        return resident()
+
+    gc.collect()
+    gc.disable()  # what a step has made is to go without its help
+    try:
+        before = train(100)
+        assert train(1000) - before < 2e6
+    finally:
+        gc.enable()
+
+
+def test_the_bytes_that_a_graph_holds_are_counted_once():
+    x, w = leaf(np.ones((10, 10))), leaf(np.ones((10, 10)))
+    y = x @ w
+    assert bytes_held(y) == 1600
+    assert bytes_held(y * y) == 2400, "y is kept twice and counted once"
+    assert bytes_held(x) == 0
+    y.sum().backward()

@@ -313,3 +313,51 @@ def test_a_model_prints_as_a_tree():
         "  )\n"
         ")"
     )
+
+
+# ---- States that come from elsewhere ----
+
+
+def small_cnn():
+    return nn.Sequential(
+        *(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU()),
+        *(nn.Flatten(), nn.LayerNorm(8), nn.Linear(8, 3)),
+    )
+
+
+# As `torch.nn` names and shapes the state of the same modules.
+STATE_OF_TORCH = {
+    "0.weight": (2, 1, 3, 3),
+    "1.weight": (2,),
+    "1.bias": (2,),
+    "1.running_mean": (2,),
+    "1.running_var": (2,),
+    "1.num_batches_tracked": (),
+    "4.weight": (8,),
+    "4.bias": (8,),
+    "5.weight": (3, 8),
+    "5.bias": (3,),
+}
+
+
+def test_a_state_has_the_names_and_shapes_that_it_has_in_pytorch():
+    state = small_cnn().state_dict()
+    assert {name: t.shape for name, t in state.items()} == STATE_OF_TORCH
+
+
+@pytest.mark.parametrize("kind", ["npz", "safetensors"])
+def test_a_state_goes_through_files_that_pytorch_can_write_and_read(kind, tmp_path):
+    file = tmp_path / f"state.{kind}"
+    ours, theirs = small_cnn(), small_cnn()
+    arrays = {name: t.numpy() for name, t in ours.state_dict().items()}
+    if kind == "npz":
+        np.savez(file, **arrays)
+        loaded = dict(np.load(file))
+    else:
+        from safetensors.numpy import load_file, save_file
+
+        save_file(arrays, file)
+        loaded = load_file(file)
+    theirs.load_state_dict(loaded)
+    for name, t in theirs.state_dict().items():
+        assert t.numpy().tobytes() == arrays[name].tobytes(), name

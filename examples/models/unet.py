@@ -8,8 +8,8 @@ ground, so a threshold will not do. The network goes down to a quarter of the si
 where it sees far, and up again, where it sees sharply: what was there on the way down
 is laid beside what comes up.  [Ronneberger, Fischer & Brox 2015, arXiv 1505.04597]
 
-It prints one image with what the network found; --picture draws four of them (needs
-matplotlib).
+It prints one image with what the network found; --picture draws four of them (for
+which: pip install 'minddp[plot]').
 """
 
 import argparse
