@@ -213,10 +213,7 @@ def all_gather(tensor_list: Sequence[Any], tensor: Any, group: Group = None) -> 
         return
     mine = _array(tensor)
     rows = _rows("all_gather", tensor_list, mine, member)
-    table = np.empty((member.world_size, *mine.shape), mine.dtype)
-    table[member.rank] = mine
-    member.all_gather(table)
-    for x, row in zip(rows, table, strict=True):
+    for x, row in zip(rows, member.all_gather_rows(mine), strict=True):
         x[...] = row
 
 

@@ -182,15 +182,24 @@ class ProcessGroup:
     def all_gather(self, array: Array, async_op: bool = False) -> Work:
         """Every rank gives its chunk of the flattened `array` and gets all the others.
 
-        Undoes `reduce_scatter`. To gather whole arrays, give the table a row for each
-        rank:
-
-            table = np.empty((pg.world_size, 3)); table[pg.rank] = mine;
-            pg.all_gather(table)
+        Undoes `reduce_scatter`. To gather whole arrays, see `all_gather_rows`.
 
         Raises: as all_reduce.
         """
         return self._collective(ring.all_gather, array, async_op=async_op)
+
+    def all_gather_rows(self, row: Any) -> Array:
+        """A table with what every rank has given, (world_size, *shape of row).
+
+        row: an array or numbers, of one shape and dtype on all ranks.
+
+        Raises: as all_reduce.
+        """
+        row = np.asarray(row)
+        table = np.zeros((self.world_size, *row.shape), row.dtype)
+        table[self.rank] = row
+        self.all_gather(table)
+        return table
 
     def broadcast(self, array: Array, root: int = 0, async_op: bool = False) -> Work:
         """`array` becomes the root's, bit for bit. Raises: as all_reduce."""
@@ -344,17 +353,14 @@ class ProcessGroup:
             color = whole("split: color", color, 0, 2**31 - 1)
         key = whole("split: key", key, -(2**31), 2**31 - 1)
         n, r = self.world_size, self.rank
-        table = np.zeros((n, 3), np.int64)
-        table[r] = -1 if color is None else color, key, 0
-        self.all_gather(table)
+        table = self.all_gather_rows([-1 if color is None else color, key])
         if n == 1 and color is not None:
             return ProcessGroup(self._job, self.timeout, self.timeout)
         members = [] if color is None else np.flatnonzero(table[:, 0] == color).tolist()
         members.sort(key=lambda k: (table[k, 1], k))
         leads = members[:1] == [r] and len(members) > 1
         listener = self._rendezvous.open_port(self._host) if leads else None
-        table[r, 2] = listener.port if listener else 0
-        self.all_gather(table)
+        ports = self.all_gather_rows(listener.port if listener else 0)
         if not members:
             return None
         job = replace(
@@ -362,7 +368,7 @@ class ProcessGroup:
             rank=members.index(r),
             world_size=len(members),
             master_addr=self._hosts[members[0]],
-            master_port=int(table[members[0], 2]),
+            master_port=int(ports[members[0]]),
             job_id=f"{self._job.job_id}/{self._sequence}/{color}",
             listen_fd=os.dup(listener.fileno()) if listener else None,
         )

@@ -81,10 +81,7 @@ class RollCall:
 
         Raises: UsageError, if it is an error to be absent; PeerError.
         """
-        pg = self.process_group
-        table = np.zeros((pg.world_size, 2))
-        table[pg.rank] = step, weight
-        pg.all_gather(table)
+        table = self.process_group.all_gather_rows([float(step), weight])
         steps, self._weights = table[:, 0], table[:, 1]
         present = np.flatnonzero(steps != Step.ABSENT)
         absent = np.flatnonzero(steps == Step.ABSENT).tolist()

@@ -63,10 +63,8 @@ class NonFiniteWatch:
             return
         for bucket in buckets:
             self._look(AVERAGE, bucket, number)
-        n, r = self._group.world_size, self._group.rank
-        found = np.zeros((n, 2), np.int64)
-        found[r], self._found = self._found, (NOWHERE, 0)
-        self._group.all_gather(found)
+        found = self._group.all_gather_rows(self._found)
+        self._found = NOWHERE, 0
         places = found[:, 0]
         if not places.any():
             return
@@ -77,7 +75,7 @@ class NonFiniteWatch:
         if self._policy == "raise":
             raise NonFiniteError(f"{text}. The step was not taken.")
         self.skipped += 1
-        if r == 0:
+        if self._group.rank == 0:
             log.warning("all ranks skip a step: %s", text)
         for bucket in buckets:
             for p in bucket.parameters:

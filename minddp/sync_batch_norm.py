@@ -66,10 +66,8 @@ class RankPool:
         self, count: int, mean: Array, squares: Array
     ) -> tuple[int, Array, Array]:
         """Count, mean and M2 of all ranks from those of this one; mean, M2: (C,)."""
-        pg, channels = self.process_group, len(mean)
-        table = np.zeros((pg.world_size, 1 + 2 * channels))
-        table[pg.rank] = np.concatenate([[count], to_host(mean), to_host(squares)])
-        pg.all_gather(table)
+        row = np.concatenate([[count], to_host(mean), to_host(squares)])
+        table, channels = self.process_group.all_gather_rows(row), len(mean)
         counts, means, squares_of = np.split(table, [1, 1 + channels], axis=1)
         total = int(counts.sum())
         together = (counts * means).sum(axis=0) / max(total, 1)

@@ -429,3 +429,16 @@ def test_a_timeout_may_be_any_positive_number(seconds):
 def test_a_timeout_must_be_positive(seconds):
     with pytest.raises(UsageError, match="timeout must be a positive number"):
         minddp.init_process_group(rank=0, world_size=1, timeout=seconds)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_rows_of_all_ranks_make_a_table(n):
+    def body(pg):
+        table = pg.all_gather_rows([pg.rank, 10 * pg.rank])
+        deep = pg.all_gather_rows(np.full((2, 3), pg.rank, np.float32))
+        alone = pg.all_gather_rows(pg.rank)
+        return table.tolist(), deep.shape, str(deep.dtype), alone.tolist()
+
+    rows = [[r, 10 * r] for r in range(n)]
+    expected = rows, (n, 2, 3), "float32", list(range(n))
+    assert run_groups(n, body) == [expected] * n
