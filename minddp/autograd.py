@@ -263,10 +263,26 @@ def _owner(x: Array) -> Any:
     return x
 
 
+def kept_by(x: Any) -> Iterator[Array]:
+    """The arrays that an op keeps for backward: in its attributes, in tuples and
+    Tensors there, and in ops within it."""
+    if isinstance(x, Tensor):
+        yield x.data
+    elif isinstance(x, ops.Op):
+        for name, value in vars(x).items():
+            if name != "homes":  # where gradients go to; nobody reads them there
+                yield from kept_by(value)
+    elif isinstance(x, tuple | list):
+        for part in x:
+            yield from kept_by(part)
+    elif hasattr(x, "nbytes") and hasattr(x, "strides"):
+        yield x
+
+
 def _check_unwritten(node: Node) -> None:
     """Raises: UsageError if what this op has kept was written to after it ran."""
-    for kept in vars(node.op).values():
-        if hasattr(kept, "dtype") and _writes.latest(kept) > node.writes:
+    for kept in kept_by(node.op):
+        if _writes.latest(kept) > node.writes:
             raise UsageError(
                 f"backward of {type(node.op).__name__}: an array of shape {kept.shape} "
                 "that it needs was modified in place after forward, so its gradient "
@@ -331,10 +347,9 @@ def bytes_held(root: Tensor) -> int:
     """
     owners: dict[int, int] = {}
     for node in _reachable(root._node)[0] if root._node else ():
-        for kept in vars(node.op).values():
-            if hasattr(kept, "nbytes"):
-                owner = _owner(kept)
-                owners[id(owner)] = getattr(owner, "nbytes", kept.nbytes)
+        for kept in kept_by(node.op):
+            owner = _owner(kept)
+            owners[id(owner)] = getattr(owner, "nbytes", kept.nbytes)
     return sum(owners.values())
 
 
@@ -398,7 +413,12 @@ def _step(
     node: Node, gy: Array, gradients: dict[Node, Array], uses: dict[Tensor, int]
 ) -> None:
     """Run one op backward and deliver what it hands back."""
-    assert node.op is not None, "checked by _reachable"
+    if node.op is None:
+        raise UsageError(
+            "backward came to a part of the graph that a backward within it, of a "
+            "`checkpoint` or a hook, had freed. Give the function of a checkpoint all "
+            "tensors that it uses as inputs."
+        )
     if node.writes != _writes.count:
         _check_unwritten(node)
     node.op.homes = [_home(target) for target in node.targets]
@@ -529,8 +549,8 @@ def checkpoint(
 # ---- Tensor ----
 
 
-class Sorted(NamedTuple):
-    """What sort and topk return, as in PyTorch."""
+class Picked(NamedTuple):
+    """What sort, topk, and max and min along an axis return, as in PyTorch."""
 
     values: Tensor
     indices: Tensor
@@ -544,9 +564,10 @@ class Tensor:
     grad            None, or after backward, for a leaf, a Tensor of the same shape
     grad_home       None, or the array that backward may write that gradient into
 
-    Names and arguments are those of `torch.Tensor`. Where it differs: `max` and `min`
-    give values only (`amax`, `amin`), dtypes are NumPy's, and a number never loses its
-    fraction by being written into integers.
+    Names and arguments are those of `torch.Tensor`. Where it differs: `+=` on a tensor
+    whose history is recorded makes a new tensor, of which views and other names do not
+    know; dtypes are NumPy's; and a number never loses its fraction by being written
+    into integers.
     """
 
     __slots__ = (
@@ -741,10 +762,39 @@ class Tensor:
         return self.data.tolist()
 
     def zero_(self) -> Tensor:
-        """Fill with zeros in place; not recorded."""
-        self.data[...] = 0
-        note_write(self.data)
+        """Fill with zeros in place; not recorded, and refused if it had to be."""
+        return self.fill_(0)
+
+    def fill_(self, value: Any) -> Tensor:
+        """Fill with a number, as zero_."""
+        if self._must_record(value):
+            raise UsageError(
+                "a tensor that was computed cannot be filled in place: its history "
+                "would be wrong. Make a new one, or write under no_grad."
+            )
+        self._write(..., _like(value, self))
         return self
+
+    def copy_(self, source: Any) -> Tensor:
+        """Take on the values of another, as zero_; broadcast to this shape."""
+        values = as_tensor(source).data
+        return self.fill_(Tensor(values.astype(self.dtype)))
+
+    def add_(self, b: Any, alpha: Any = 1) -> Tensor:
+        """self += alpha * b; under no_grad in place."""
+        return self.__iadd__(b if alpha == 1 else as_tensor(b) * alpha)
+
+    def sub_(self, b: Any, alpha: Any = 1) -> Tensor:
+        """self -= alpha * b; under no_grad in place."""
+        return self.__isub__(b if alpha == 1 else as_tensor(b) * alpha)
+
+    def mul_(self, b: Any) -> Tensor:
+        """self *= b; under no_grad in place."""
+        return self.__imul__(b)
+
+    def div_(self, b: Any) -> Tensor:
+        """self /= b; under no_grad in place."""
+        return self.__itruediv__(b)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         return np.array(self.numpy(), dtype, copy=copy)
@@ -850,7 +900,9 @@ class Tensor:
                 "assignment to elements is not recorded; use F.where, or assign under "
                 "no_grad"
             )
-        self._write(_plain_index(index), _like(b, self))
+        first, index = _numbers_first(_plain_index(index))
+        part = self if first is None else Tensor(self.data[first])
+        part._write(index, _like(b, self))
 
     def _in_place(self, op: ops.Op, b: Any) -> Tensor:
         if self._must_record(b):
@@ -893,21 +945,35 @@ class Tensor:
     def mean(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
         return apply(ops.Mean(dim, keepdim), self)
 
-    def max(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
-        """The largest values; those that tie share the gradient (torch: `amax`)."""
-        return apply(ops.Max(dim, keepdim), self)
+    def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        """The largest value, those that tie sharing the gradient; or along an axis
+        (values, indices), of which the first that ties gets all of it."""
+        if dim is None:
+            return apply(ops.Max(None, keepdim), self)
+        return self._picked(self.data.argmax(self._axis(dim)), dim, keepdim)
 
-    def min(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
-        """The smallest values; those that tie share the gradient (torch: `amin`)."""
-        return apply(ops.Min(dim, keepdim), self)
+    def min(self, dim: int | None = None, keepdim: bool = False) -> Any:
+        """As max, of the smallest."""
+        if dim is None:
+            return apply(ops.Min(None, keepdim), self)
+        return self._picked(self.data.argmin(self._axis(dim)), dim, keepdim)
+
+    def _picked(self, where: Array, dim: int, keepdim: bool) -> Picked:
+        """The elements at these positions along the axis, and the positions."""
+        indices = Tensor(where).unsqueeze(self._axis(dim))
+        values = self.gather(self._axis(dim), indices)
+        if keepdim:
+            return Picked(values, indices)
+        axis = self._axis(dim)
+        return Picked(values.squeeze(axis), indices.squeeze(axis))
 
     def amax(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
         """`max` under the name that it has in PyTorch."""
-        return self.max(dim, keepdim)
+        return apply(ops.Max(dim, keepdim), self)
 
     def amin(self, dim: ops.Axis = None, keepdim: bool = False) -> Tensor:
         """`min` under the name that it has in PyTorch."""
-        return self.min(dim, keepdim)
+        return apply(ops.Min(dim, keepdim), self)
 
     def var(
         self,
@@ -991,21 +1057,21 @@ class Tensor:
         order = xp.argsort(xp.flip(self.data, axis), axis, kind="stable")
         return Tensor(self.shape[axis] - 1 - xp.flip(order, axis))
 
-    def sort(self, dim: int = -1, descending: bool = False) -> Sorted:
+    def sort(self, dim: int = -1, descending: bool = False) -> Picked:
         """The elements in order along an axis, and where they were."""
         order = self.argsort(dim, descending)
-        return Sorted(self.gather(dim, order), order)
+        return Picked(self.gather(dim, order), order)
 
     def topk(
         self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-    ) -> Sorted:
+    ) -> Picked:
         """The k largest, or smallest, along an axis, in order, and where they are."""
         axis = self._axis(dim)
         if not _is_int(k) or not 0 <= k <= self.shape[axis]:
             raise UsageError(f"topk: {k!r} of {self.shape[axis]} elements")
         order = self.argsort(dim, descending=largest)
         order = order[(slice(None),) * axis + (slice(k),)]
-        return Sorted(self.gather(dim, order), order)
+        return Picked(self.gather(dim, order), order)
 
     def gather(self, dim: int, index: Any) -> Tensor:
         """Elements at places along an axis: y[i][j] = x[index[i][j]][j] for dim 0.
@@ -1197,7 +1263,7 @@ class Tensor:
         """The axes in dims, backwards."""
         turned = [self._axis(dim) for dim in _unpacked(dims)]
         step = [slice(None, None, -1 if i in turned else 1) for i in range(self.ndim)]
-        return self[tuple(step)]
+        return self[tuple(step)].clone()  # not a view, as in torch
 
     def __getitem__(self, index: Any) -> Tensor:
         first, index = _numbers_first(_plain_index(index))
@@ -1206,16 +1272,36 @@ class Tensor:
 
     # -- dtype and device --
 
-    def to(self, target: Any, non_blocking: bool = False) -> Tensor:
+    def to(
+        self,
+        *targets: Any,
+        device: Any = None,
+        dtype: Any = None,
+        non_blocking: bool = False,
+    ) -> Tensor:
         """In another dtype or on another device; itself if nothing has to change.
 
-        `target` is a Device, "cpu", "cuda", "cuda:1", or a dtype. `non_blocking` is
-        accepted for torch's sake and makes no difference.
+        A target is a Device, "cpu", "cuda", "cuda:1", a dtype, or a Tensor to be like.
+        `non_blocking` is accepted for torch's sake and makes no difference.
         """
-        goal = device_or_dtype(target)
-        if isinstance(goal, Device):
-            return self if goal == self.device else apply(ops.Move(goal), self)
-        return self if goal == self.dtype else apply(ops.Cast(goal), self)
+        x = self
+        given = [t for t in (device, dtype) if t is not None]
+        if not targets and not given:
+            raise UsageError("to(): say where to, or which dtype")
+        for target in [*targets, *given]:
+            if isinstance(target, Tensor):
+                x = x.to(target.device, target.dtype)
+                continue
+            goal = device_or_dtype(target)
+            if isinstance(goal, Device):
+                x = x if goal == x.device else apply(ops.Move(goal), x)
+            else:
+                x = x if goal == x.dtype else apply(ops.Cast(goal), x)
+        return x
+
+    def cpu(self) -> Tensor:
+        """On the host."""
+        return self.to("cpu")
 
     def type_as(self, other: Tensor) -> Tensor:
         """In the dtype of another tensor."""
@@ -1230,8 +1316,8 @@ class Tensor:
         # fmt: on
 
     def contiguous(self) -> Tensor:
-        """Itself: no op here depends on the layout in memory."""
-        return self
+        """In memory in the order of its axes: itself if it is, else a copy."""
+        return self if self.data.flags.c_contiguous else apply(ops.Contiguous(), self)
 
     def pin_memory(self) -> Tensor:
         """Itself: minddp has no page-locked tensors."""
@@ -1257,9 +1343,29 @@ def as_tensor(x: Any, like: Tensor | None = None) -> Tensor:
 
 def _apply2(op: ops.Op, a: Any, b: Any) -> Tensor:
     """op on a and b, of which at least one is a Tensor."""
-    if isinstance(a, Tensor):
-        return apply(op, a, b if isinstance(b, Tensor) else Tensor(_like(b, a)))
-    return apply(op, Tensor(_like(a, b)), b)
+    a = a if isinstance(a, Tensor) else Tensor(_like(a, b))
+    b = b if isinstance(b, Tensor) else Tensor(_like(b, a))
+    if a.data.dtype != b.data.dtype:
+        a, b = _aligned(a, b)
+    if a.data.dtype.kind != "f" and isinstance(op, ops.Div):
+        a, b = a.to("float32"), b.to("float32")
+    return apply(op, a, b)
+
+
+def _aligned(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in one dtype, where NumPy's would be a wider one than PyTorch's.
+
+    Integers take on a floating dtype beside them, and a number without axes that of a
+    tensor with some.
+    """
+    for x, y in ((a, b), (b, a)):
+        both = x.dtype.kind == y.dtype.kind == "f"
+        if y.dtype.kind == "f" and (
+            x.dtype.kind != "f" or (both and x.ndim == 0 and y.ndim > 0)
+        ):
+            x = x.to(y.dtype)
+            return (x, y) if y is b else (y, x)
+    return a, b
 
 
 _NUMBERS = (int, float, np.bool, np.integer, np.floating)
@@ -1277,7 +1383,8 @@ def _like(x: Any, tensor: Tensor) -> Array:
     if isinstance(x, _NUMBERS):
         dtype = tensor.dtype
         if dtype.kind != "f":
-            dtype = np.result_type(dtype, x)
+            fraction = isinstance(x, float | np.floating)
+            dtype = np.float32 if fraction else np.result_type(dtype, x)
     return _numbers(array_module(tensor.data), x, dtype)
 
 

@@ -38,6 +38,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import pairwise
 from numbers import Integral
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -77,6 +78,40 @@ class TensorDataset:
     def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
         """One row of each, or many: index is an int, a slice or an array of ints."""
         return tuple(x[index] for x in self.tensors)
+
+
+class Subset:
+    """Those samples of a dataset that have these indices."""
+
+    def __init__(self, dataset: Any, indices: Sequence[int]):
+        self.dataset, self.indices = dataset, list(indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.indices[index]]
+
+
+def random_split(dataset: Any, lengths: Sequence[float]) -> list[Subset]:
+    """The dataset in parts of these lengths, or shares of 1, in a random order.
+
+    The order is the host generator's: seed it alike on all ranks.
+    """
+    n = len(dataset)
+    counts = [int(length) for length in lengths]
+    if all(0 < length < 1 for length in lengths) and abs(sum(lengths) - 1) < 1e-9:
+        counts = [int(length * n) for length in lengths]
+        for i in range(n - sum(counts)):
+            counts[i % len(counts)] += 1
+    if sum(counts) != n or min(counts, default=0) < 0:
+        raise UsageError(
+            f"random_split: {lengths} are neither lengths that add up to {n} nor "
+            "shares that add up to 1"
+        )
+    order = generator().permutation(n).tolist()
+    ends = np.cumsum([0, *counts]).tolist()
+    return [Subset(dataset, order[a:b]) for a, b in pairwise(ends)]
 
 
 def load_digits(split: str | None = None) -> TensorDataset:

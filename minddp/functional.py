@@ -6,7 +6,7 @@
     apply(neural.CrossEntropy(labels), logits)
         |    records                        autograd.py
         v
-    CrossEntropy.forward, backward          tensor_ops.py: the formula
+    CrossEntropy.forward, backward          neural_ops.py: the formula
 
 Rule.  No arithmetic here: each function checks its arguments, picks the op, applies
 it. Methods of Tensor (`x.exp()`) are not repeated, except for activations.
@@ -42,8 +42,8 @@ from minddp.errors import UsageError
 # ---- Activations ----
 
 
-def relu(x: Any) -> Tensor:
-    """max(x, 0), elementwise."""
+def relu(x: Any, inplace: bool = False) -> Tensor:
+    """max(x, 0), elementwise. `inplace` is accepted and makes no difference."""
     return apply(ops.ReLU(), as_tensor(x))
 
 
@@ -161,7 +161,7 @@ def batch_norm(
 
     x is (N, C, ...), the others are (C,) or None. Training: with mean and variance of
     the batch, towards which the running ones, Tensors or arrays, move in place by
-    `momentum`. Otherwise with the running ones. pool: see tensor_ops.BatchNorm.
+    `momentum`. Otherwise with the running ones. pool: see neural_ops.BatchNorm.
 
     Raises UsageError for wrong shapes, and in training for less than 2 values per
     channel; nothing has been written then.
@@ -713,9 +713,8 @@ def cross_entropy(
     labels = _integers(target).reshape(-1)
     op = neural.CrossEntropy(labels, ignore_index, weights, label_smoothing)
     losses = apply(op, _class_last(logits, axis)).reshape(*shape)
-    return _reduce_rows(losses, labels, ignore_index, weights, reduction).to(
-        logits.dtype
-    )
+    loss = _reduce_rows(losses, labels, ignore_index, weights, reduction)
+    return loss.to(losses.dtype)  # which autocast may have widened
 
 
 def nll_loss(
@@ -838,6 +837,8 @@ def _same_shape(name: str, x: Any, target: Any) -> tuple[Tensor, Tensor]:
     """Both as Tensors. (N, 1) against (N,) would broadcast to (N, N): refused."""
     x = as_tensor(x)
     target = as_tensor(target, like=x)
+    if x.dtype.kind == "f" and target.dtype.kind != "f":
+        target = target.to(x.dtype)
     if x.shape != target.shape:
         raise UsageError(
             f"{name}: input {x.shape} and target {target.shape} must have one shape; "

@@ -29,11 +29,11 @@ In PyTorch: `torch.nn.Module` (torch/nn/modules/module.py). It keeps registers b
 
 Left out:
 - forward and backward hooks on modules; a submodule in a plain list, which nobody
-  finds (use ModuleList);
-- assigning a new array to a buffer's name: write into it, `self.mean.data[...] = m`.
+  finds (use ModuleList).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,22 @@ class Module:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Under the name of a parameter or buffer, a plain Tensor would get lost.
+
+        Raises: UsageError for a parameter; a buffer becomes one with the new values.
+        """
+        old = vars(self).get(name)
+        if isinstance(old, Parameter) and not isinstance(value, Parameter | NoneType):
+            raise UsageError(
+                f"{type(self).__name__}.{name} is a Parameter, and {type(value)} would "
+                "not be trained or saved. Assign a Parameter, or write into it: "
+                f"`with no_grad(): module.{name}.copy_(...)`."
+            )
+        if isinstance(old, Buffer) and isinstance(value, Tensor):
+            value = value if isinstance(value, Buffer) else Buffer(value.data)
+        super().__setattr__(name, value)
 
     # -- what is inside, in order of definition --
 
@@ -184,6 +200,21 @@ class Module:
                     t.data = _moved(t, goal)
         return self
 
+    def float(self) -> "Module":
+        return self.to("float32")
+
+    def double(self) -> "Module":
+        return self.to("float64")
+
+    def half(self) -> "Module":
+        return self.to("float16")
+
+    def cpu(self) -> "Module":
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None) -> "Module":
+        return self.to("cuda" if device is None else f"cuda:{device}")
+
     def apply(self, fn: Callable[["Module"], Any]) -> "Module":
         """Call fn on all modules below and then on this one."""
         for child in self.children():
@@ -242,6 +273,15 @@ def _moved(t: Tensor, goal: Any) -> Array:
 # ---- Containers ----
 
 
+def _check_module(container: str, module: Any) -> None:
+    """What is no module would not be found: neither called nor trained."""
+    if not isinstance(module, Module):
+        raise UsageError(
+            f"{container} holds modules, not {module!r}; a function such as F.relu has "
+            "a module, nn.ReLU()"
+        )
+
+
 class ModuleList(Module):
     """A list whose modules are found."""
 
@@ -250,7 +290,9 @@ class ModuleList(Module):
             self.append(module)
 
     def append(self, module: Module) -> "ModuleList":
-        vars(self)[str(len(self))] = module
+        _check_module(type(self).__name__, module)
+        taken = [int(name) for name, _ in self.named_children() if name.isdecimal()]
+        vars(self)[str(max(taken, default=-1) + 1)] = module
         return self
 
     def __len__(self) -> int:
@@ -266,8 +308,14 @@ class ModuleList(Module):
 class Sequential(ModuleList):
     """Modules, each called on the result of the one before."""
 
-    def __init__(self, *modules: Module):
-        super().__init__(modules)
+    def __init__(self, *modules: Any):
+        """The modules, or one dict of names and modules."""
+        if len(modules) == 1 and isinstance(modules[0], dict):
+            for name, module in modules[0].items():
+                _check_module("Sequential", module)
+                vars(self)[name] = module
+        else:
+            super().__init__(modules)
 
     def forward(self, x: Any) -> Any:
         for module in self:
@@ -285,6 +333,7 @@ class ModuleDict(Module):
     def __setitem__(self, name: str, module: Module) -> None:
         if hasattr(self, name) and name not in self:
             raise UsageError(f"ModuleDict: {name!r} is an attribute of it already")
+        _check_module("ModuleDict", module)
         vars(self)[name] = module
 
     def __getitem__(self, name: str) -> Module:

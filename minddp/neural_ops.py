@@ -41,6 +41,7 @@ from minddp.tensor_ops import (
     _narrowed,
     _widened,
     add_rows,
+    total,
     unbroadcast,
 )
 
@@ -629,14 +630,15 @@ class Softmax(Op):
 
     def forward(self, x: Array) -> Array:
         xp = array_module(x)
-        self.y = x - x.max(self.axis, keepdims=True)
+        self.y = _widened(x) - x.max(self.axis, keepdims=True)
         self.y = xp.exp(self.y)
-        self.y /= self.y.sum(self.axis, keepdims=True)
-        return self.y
+        self.y /= total(self.y, self.axis, keepdims=True)
+        return _narrowed(self.y, x)
 
     def backward(self, gy: Array) -> Grads:
-        g = gy * self.y
-        return (g - self.y * g.sum(self.axis, keepdims=True),)
+        g = _widened(gy) * self.y
+        gx = g - self.y * total(g, self.axis, keepdims=True)
+        return (_narrowed(gx, gy),)
 
 
 class LogSoftmax(Op):
@@ -647,13 +649,14 @@ class LogSoftmax(Op):
 
     def forward(self, x: Array) -> Array:
         xp = array_module(x)
-        z = x - x.max(self.axis, keepdims=True)
-        self.y = z - xp.log(xp.exp(z).sum(self.axis, keepdims=True))
-        return self.y
+        z = _widened(x) - x.max(self.axis, keepdims=True)
+        self.y = z - xp.log(total(xp.exp(z), self.axis, keepdims=True))
+        return _narrowed(self.y, x)
 
     def backward(self, gy: Array) -> Grads:
-        p = array_module(gy).exp(self.y)
-        return (gy - p * gy.sum(self.axis, keepdims=True),)
+        g, p = _widened(gy), array_module(gy).exp(self.y)
+        gx = g - p * total(g, self.axis, keepdims=True)
+        return (_narrowed(gx, gy),)
 
 
 class CrossEntropy(Op):

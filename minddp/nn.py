@@ -184,7 +184,7 @@ class BatchNorm(Module):
     """
 
     axes: tuple[int, ...] = ()  # how many the input may have; (): 2 or more
-    pool: Any = None  # whose batch (tensor_ops.BatchNorm)
+    pool: Any = None  # whose batch (neural_ops.BatchNorm)
 
     def __init__(
         self,
@@ -316,7 +316,10 @@ def _shape(sizes: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class ReLU(Module):
-    """max(x, 0)."""
+    """max(x, 0). `inplace` is accepted and makes no difference."""
+
+    def __init__(self, inplace: bool = False):
+        self.inplace = inplace
 
     def forward(self, x: Any) -> Tensor:
         return F.relu(x)

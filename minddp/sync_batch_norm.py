@@ -57,7 +57,7 @@ from minddp.nn import BatchNorm, Module
 
 
 class RankPool:
-    """The `pool` of a tensor_ops.BatchNorm whose batch lies on all ranks."""
+    """The `pool` of a neural_ops.BatchNorm whose batch lies on all ranks."""
 
     def __init__(self, process_group: ProcessGroup):
         self.process_group = process_group

@@ -23,8 +23,9 @@ such as an axis, goes to `__init__`. After two ops you can predict the third:
 Worked example.
 
     op = Mul()
-    op.forward(3.0, 4.0)        12.0
-    op.backward(1.0)            (4.0, 3.0)      a step on a moves the product by b
+    op.forward(np.array(3.0), np.array(4.0))    12.0
+    op.backward(np.array(1.0))                  (4.0, 3.0): a step on a moves the
+                                                product by b
 
 Invariants, which autograd relies on.
 1.  A gradient has the shape of its input. NumPy stretches operands (broadcasting), and
@@ -86,7 +87,7 @@ def unbroadcast(g: Array, shape: Shape) -> Array:
         return g
     added = g.ndim - len(shape)
     stretched = tuple(added + i for i, size in enumerate(shape) if size == 1)
-    return g.sum(axis=(*range(added), *stretched)).reshape(shape)
+    return total(g, (*range(added), *stretched)).reshape(shape)
 
 
 # ---- Arithmetic: two inputs, broadcast against each other ----
@@ -240,11 +241,17 @@ class PowNumber(Op):
 
     def forward(self, x: Array) -> Array:
         self.x = x
-        return x**self.p
+        return _power(x, self.p)
 
     def backward(self, gy: Array) -> Grads:
         p, x = self.p, self.x
-        return (gy * (p * x ** (p - 1)) if p else array_module(gy).zeros_like(gy),)
+        slope = p * _power(x, p - 1) if p else array_module(gy).zeros_like(gy)
+        return (gy * slope,)
+
+
+def _power(x: Array, p: float) -> Array:
+    """x ** p; NumPy knows the square, and takes 40 times as long for the cube."""
+    return x * x * x if p == 3 else x**p
 
 
 class Exp(Op):
@@ -477,6 +484,16 @@ class Cast(Op):
         return (gy.astype(self.before),)
 
 
+class Contiguous(Op):
+    """x in a new array, in the order of its axes"""
+
+    def forward(self, x: Array) -> Array:
+        return array_module(x).ascontiguousarray(x)
+
+    def backward(self, gy: Array) -> Grads:
+        return (gy,)
+
+
 class Move(Op):
     """x on another device; the gradient returns to the device of x"""
 
@@ -502,6 +519,31 @@ def _stretch(g: Array, shape: Shape, axis: Axis, keepdims: bool) -> Array:
     return xp.broadcast_to(g, shape)
 
 
+def total(
+    x: Array, axis: Axis, keepdims: bool = False, dtype: Any = None, mean: bool = False
+) -> Array:
+    """The sum, or mean, added up in a wider dtype where x's would drift.
+
+    NumPy adds pairwise along the last axis only. Along others, the n-th number is added
+    to a sum of n - 1: after 60,000 times 0.1 a float16 stands at 256, and a float32 has
+    lost three digits after a million.
+    """
+    dtype = dtype or x.dtype
+    axes = range(x.ndim) if axis is None else _axes(axis, x.ndim)
+    across = math.prod([x.shape[i] for i in axes if i < x.ndim - 1])
+    along = x.dtype == "float16" or (x.dtype == "float32" and across > 1024)
+    wide = "float64" if along else None
+    reduce = x.mean if mean else x.sum
+    y = reduce(axis=axis, keepdims=keepdims, dtype=wide)
+    return y.astype(dtype) if along else y
+
+
+def _axes(axis: Any, ndim: int) -> list[int]:
+    """The axis or axes, counted from the front; NumPy refuses what is out of range."""
+    axes = axis if isinstance(axis, tuple | list) else (axis,)
+    return [i % ndim for i in axes if ndim]
+
+
 class Sum(Op):
     """The sum over the axis: each element of x moves it by as much as itself"""
 
@@ -510,7 +552,7 @@ class Sum(Op):
 
     def forward(self, x: Array) -> Array:
         self.shape = x.shape
-        return x.sum(axis=self.axis, keepdims=self.keepdims)
+        return total(x, self.axis, self.keepdims)
 
     def backward(self, gy: Array) -> Grads:
         return (_stretch(gy, self.shape, self.axis, self.keepdims),)
@@ -526,7 +568,7 @@ class Mean(Op):
         self.axis, self.keepdims = axis, keepdims
 
     def forward(self, x: Array) -> Array:
-        y = x.mean(axis=self.axis, keepdims=self.keepdims)
+        y = total(x, self.axis, self.keepdims, mean=True)
         self.shape, self.count = x.shape, x.size // max(y.size, 1)
         return y
 
@@ -581,8 +623,8 @@ class Var(Op):
 
     def forward(self, x: Array) -> Array:
         wide = _widened(x)
-        self.d = wide - wide.mean(self.axis, keepdims=True)
-        squares = (self.d * self.d).sum(self.axis, keepdims=self.keepdims)
+        self.d = wide - total(wide, self.axis, keepdims=True, mean=True)
+        squares = total(self.d * self.d, self.axis, self.keepdims)
         count = x.size // max(squares.size, 1)
         self.count = squares.dtype.type(max(count - self.correction, 0))
         return _narrowed(squares / self.count, x)
@@ -612,11 +654,18 @@ class CumSum(Op):
         self.axis = axis
 
     def forward(self, x: Array) -> Array:
-        return array_module(x).cumsum(x, self.axis)
+        return self._sums(x)
 
     def backward(self, gy: Array) -> Grads:
         xp = array_module(gy)
-        return (xp.flip(xp.cumsum(xp.flip(gy, self.axis), self.axis), self.axis),)
+        return (xp.flip(self._sums(xp.flip(gy, self.axis)), self.axis),)
+
+    def _sums(self, x: Array) -> Array:
+        """In float64, as each sum is added to the one before (see `total`)."""
+        if x.dtype.kind != "f":
+            return array_module(x).cumsum(x, self.axis)
+        sums = array_module(x).cumsum(x, self.axis, dtype="float64")
+        return sums.astype(x.dtype, copy=False)
 
 
 class Prod(Op):
@@ -697,7 +746,11 @@ class GetItem(Op):
 
     def forward(self, x: Array) -> Array:
         self.shape = x.shape
-        return x[self.index]
+        y = x[self.index]
+        if not isinstance(y, type(x)):  # a number: as an array it stays a view of x
+            index = self.index if isinstance(self.index, tuple) else (self.index,)
+            y = x[(*index, ...)]
+        return y
 
     def backward(self, gy: Array) -> Grads:
         gx = array_module(gy).zeros(self.shape, gy.dtype)

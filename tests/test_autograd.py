@@ -608,6 +608,7 @@ NOT_DIFFERENTIABLE = [
 OTHERS = [
     "backward", "detach", "dim", "size", "item", "numel", "numpy", "tolist", "zero_",
     "register_post_accumulate_grad_hook", "requires_grad_", "graph",
+    "fill_", "copy_", "add_", "sub_", "mul_", "div_",
 ]  # fmt: skip
 
 
@@ -884,3 +885,98 @@ def test_the_last_input_of_an_op_gets_its_gradient_first():
         t.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     F.linear([[1.0]], W, b).sum().backward()
     assert order == ["b", "W"]
+
+
+# ---- As in PyTorch, where NumPy would do otherwise ----
+
+
+def test_a_number_beside_an_array_is_an_index_of_its_own_also_in_assignments():
+    x, rows = Tensor(np.zeros((2, 3, 4))), np.array([2, 0])
+    v = np.arange(6.0).reshape(3, 2)
+    x[1, :, rows] = v
+    assert x[1, :, rows].tolist() == v.tolist()
+    assert x.data[1, :, 2].tolist() == [0, 2, 4]
+
+
+def test_integers_take_on_the_dtype_of_floats_beside_them():
+    x, i = Tensor(np.ones(2, np.float32)), Tensor(np.array([1, 2]))
+    mask = Tensor(np.array([True, False]))
+    zero_d = Tensor(np.array(2.0))
+    for y in (
+        x * i,
+        i * x,
+        x + mask,
+        i / x,
+        x * zero_d,
+        zero_d - x,
+        i / i,
+        i / 2,
+        i * 0.5,
+    ):
+        assert y.dtype == np.float32, y
+    assert (i * 2).dtype == np.int64
+    assert (x * Tensor(np.ones(2))).dtype == np.float64
+    assert F.mse_loss(x, i).dtype == np.float32
+
+
+def test_the_largest_along_an_axis_come_with_where_they_are():
+    x = leaf([[1.0, 5.0, 5.0], [4.0, 2.0, 3.0]])
+    values, where = x.max(1)
+    assert (values.tolist(), where.tolist()) == ([5.0, 4.0], [1, 0])
+    values.sum().backward()
+    assert x.grad.tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert x.min(0, keepdim=True).values.tolist() == [[1.0, 2.0, 3.0]]
+    assert x.max().item() == 5.0
+
+
+def test_copies_are_copies_and_an_element_is_a_view():
+    x = Tensor(np.arange(6.0).reshape(2, 3))
+    for copied in (x.flip(0), x.T.contiguous(), x.clone()):
+        copied += 1
+    assert x.tolist() == [[0, 1, 2], [3, 4, 5]]
+    element = x[1, 2]
+    element += 10
+    assert x[1, 2].item() == 15
+    assert x.contiguous() is x
+
+
+def test_to_takes_device_and_dtype_in_any_way():
+    x = Tensor(np.ones(2))
+    for y in (
+        x.to("cpu", np.float32),
+        x.to(device="cpu", dtype="float32"),
+        x.to(Tensor(np.ones(1, np.float32))),
+        x.to(dtype="float32", non_blocking=True).cpu(),
+    ):
+        assert y.dtype == np.float32
+    with pytest.raises(UsageError):
+        x.to()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sums_over_many_rows_do_not_drift(dtype):
+    rows = 50_000 if dtype == "float16" else 2_000_000
+    x = Tensor(np.full((rows, 2), 0.1, dtype))
+    exact = float(np.array(0.1, dtype)) * rows
+    near = {"rel": 1e-3 if dtype == "float16" else 1e-6}
+    assert x.sum(0)[0].item() == pytest.approx(exact, **near)
+    assert x.mean(0)[0].item() == pytest.approx(exact / rows, **near)
+    assert x.cumsum(0)[-1, 0].item() == pytest.approx(exact, **near)
+    assert (x + 10).var(0)[0].item() < 1e-4
+    b = Tensor(np.zeros(2, dtype), requires_grad=True)
+    (x * 0 + b).backward(x.data)
+    assert b.grad[0].item() == pytest.approx(exact, **near)
+
+
+@pytest.mark.parametrize("f", [F.softmax, F.log_softmax])
+def test_softmax_of_many_in_half_precision_adds_up(f):
+    y = f(Tensor(np.zeros((5000, 1), np.float16)), 0).data.astype("f8")
+    total = y.sum() if f is F.softmax else np.exp(y).sum()
+    assert total == pytest.approx(1, rel=0.02)
+
+
+def test_a_cube_is_exact_and_has_its_gradient():
+    x = leaf([-2.0, 3.0])
+    y = x**3
+    y.sum().backward()
+    assert (y.tolist(), x.grad.tolist()) == ([-8.0, 27.0], [12.0, 27.0])

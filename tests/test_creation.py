@@ -184,3 +184,22 @@ def test_randperm_has_every_number_once():
     x = creation.randperm(50)
     assert x.dtype == "int64"
     assert sorted(x.tolist()) == list(range(50)) != x.tolist()
+
+
+def test_names_of_torch_are_methods_of_tensors():
+    x = minddp.tensor([[1.0, 4.0], [9.0, 16.0]], requires_grad=True)
+    minddp.sqrt(x).sum().backward()
+    assert x.grad.tolist() == [[0.5, 0.25], [1 / 6, 0.125]] or minddp.allclose(
+        x.grad, [[0.5, 0.25], [1 / 6, 0.125]]
+    )
+    assert minddp.max(x, dim=1).indices.tolist() == [1, 1]
+    assert minddp.mm(np.eye(2), [[1.0, 2.0], [3.0, 4.0]]).tolist() == [[1, 2], [3, 4]]
+    assert minddp.isfinite([1.0, np.inf, np.nan]).tolist() == [True, False, False]
+    assert minddp.isnan([1.0, np.inf, np.nan]).tolist() == [False, False, True]
+    drawn = minddp.randn_like(x)
+    assert (drawn.shape, drawn.dtype) == (x.shape, x.dtype)
+    assert minddp.ones(2, dtype=minddp.float).dtype == np.float32
+    with pytest.raises(UsageError):
+        minddp.randn_like(minddp.tensor([1]))
+    for name in minddp.__all__:
+        assert hasattr(minddp, name), name

@@ -16,6 +16,7 @@ from minddp.data import (
     TensorDataset,
     load_digits,
     load_idx,
+    random_split,
 )
 from minddp.device import manual_seed
 from minddp.errors import UsageError
@@ -298,3 +299,15 @@ def test_the_same_order_once_more_is_warned_of(caplog):
     assert caplog.text == ""
     list(sampler)
     assert "order of epoch 2 once more" in caplog.text
+
+
+def test_a_dataset_is_split_at_random_into_parts_without_overlap():
+    manual_seed(3)
+    for lengths, counts in (([6, 4], [6, 4]), ([0.75, 0.25], [8, 2]), ([10], [10])):
+        parts = random_split(range(10), lengths)
+        assert [len(part) for part in parts] == counts
+        assert sorted(x for part in parts for x in part) == list(range(10))
+    assert [parts[0][i] for i in range(10)] != list(range(10))
+    for wrong in ([6, 5], [0.5, 0.4], [11, -1]):
+        with pytest.raises(UsageError, match="random_split"):
+            random_split(range(10), wrong)

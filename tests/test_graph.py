@@ -281,3 +281,46 @@ def test_the_bytes_that_a_graph_holds_are_counted_once():
     assert bytes_held(y * y) == 2400, "y is kept twice and counted once"
     assert bytes_held(x) == 0
     y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: F.einsum("ij,jk->ik", a, b),
+        lambda a, b: checkpoint(lambda b: a * b, b),
+    ],
+)
+def test_what_is_kept_in_tuples_and_in_ops_within_ops_is_watched_as_well(make):
+    a, b = leaf(np.ones((2, 2))), Tensor(np.ones((2, 2)))
+    y = make(a, b).sum()
+    b.zero_()
+    with pytest.raises(UsageError, match="modified in place"):
+        y.backward()
+
+
+def test_an_index_that_is_changed_after_forward_is_noticed():
+    a, rows = leaf(np.eye(3)), Tensor(np.array([0, 1]))
+    y = a[rows, rows].sum()
+    with no_grad():
+        rows += 1
+    with pytest.raises(UsageError, match="GetItem"):
+        y.backward()
+
+
+def test_filling_what_was_computed_is_refused():
+    h = leaf([1.0]) * 1
+    for wrong in (h.zero_, lambda: h.fill_(2.0), lambda: h.copy_([3.0])):
+        with pytest.raises(UsageError, match="computed"):
+            wrong()
+    with pytest.raises(UsageError, match="leaf that requires grad"):
+        leaf([1.0]).zero_()
+
+
+def test_moving_averages_are_written_in_place():
+    average, new = leaf([1.0, 2.0]), leaf([3.0, 6.0])
+    with no_grad():
+        same = average.mul_(0.5).add_(new, alpha=0.5)
+        new.copy_([7, 8])
+    assert same is average
+    assert average.tolist() == [2.0, 4.0]
+    assert new.tolist() == [7.0, 8.0]

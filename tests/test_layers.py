@@ -9,16 +9,9 @@ PACKAGE = Path(__file__).parent.parent / "minddp"
 
 GROUND = ["errors", "environment"]
 COMPUTE = [
-    *(
-        "device",
-        "tensor_ops",
-        "neural_ops",
-        "spatial_ops",
-        "autograd",
-        "functional",
-        "creation",
-    ),
-    *("module", "init", "nn", "lr_scheduler", "optim", "data", "checkpoint"),
+    *("device", "tensor_ops", "neural_ops", "spatial_ops", "autograd", "functional"),
+    *("creation", "torch_names", "module", "init", "nn", "lr_scheduler", "optim"),
+    *("data", "checkpoint"),
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),

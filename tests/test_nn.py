@@ -361,3 +361,41 @@ def test_a_state_goes_through_files_that_pytorch_can_write_and_read(kind, tmp_pa
     theirs.load_state_dict(loaded)
     for name, t in theirs.state_dict().items():
         assert t.numpy().tobytes() == arrays[name].tobytes(), name
+
+
+# ---- What would get lost ----
+
+
+def test_containers_take_modules_only_and_number_them_anew():
+    for make in (
+        lambda: nn.Sequential(nn.Linear(2, 2), F.relu),
+        lambda: nn.ModuleList([3]),
+        lambda: nn.ModuleDict({"a": np.zeros(3)}),
+    ):
+        with pytest.raises(UsageError, match="holds modules"):
+            make()
+    named = nn.Sequential({"first": nn.Linear(2, 3), "second": nn.ReLU()})
+    assert [name for name, _ in named.named_children()] == ["first", "second"]
+    layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(2, 2), nn.Linear(3, 3)])
+    del layers.__dict__["1"]
+    layers.append(nn.Linear(4, 4))
+    assert [layer.weight.shape[0] for layer in layers] == [1, 3, 4]
+
+
+def test_a_tensor_in_place_of_a_parameter_is_refused_and_of_a_buffer_taken_over():
+    m = nn.BatchNorm1d(2)
+    with pytest.raises(UsageError, match=r"BatchNorm1d\.weight is a Parameter"):
+        m.weight = Tensor(np.ones(2))
+    m.weight = nn.Parameter(np.full(2, 3.0))
+    m.running_mean = m.running_mean * 0.9 + 1.0
+    assert m.state_dict()["running_mean"].tolist() == [1.0, 1.0]
+    m.bias = None
+    assert "bias" not in m.state_dict()
+
+
+def test_a_module_is_converted_as_a_whole():
+    m = nn.Linear(2, 2)
+    for convert, dtype in ((m.double, "float64"), (m.half, "float16"), (m.float, "f4")):
+        assert convert() is m
+        assert m.weight.dtype == dtype
+    assert nn.ReLU(inplace=True)(np.array([-1.0, 2.0])).tolist() == [0.0, 2.0]

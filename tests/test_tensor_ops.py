@@ -228,31 +228,31 @@ def test_gelu_of_a_large_number_has_the_gradient_1():
 # ---- Reductions ----
 
 
-@pytest.mark.parametrize("f", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("f", ["sum", "mean", "amax", "amin"])
 @pytest.mark.parametrize("dim", [None, 0, -1, (0, 2), (1,), (2, 0, 1)])
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_reductions_over_any_axes(f, dim, keepdim):
     x = numbers(2, 3, 4)
     gradcheck(lambda x: getattr(x, f)(dim, keepdim), x)
-    expected = getattr(x, f)(axis=dim, keepdims=keepdim)
+    expected = getattr(np, f)(x, axis=dim, keepdims=keepdim)
     np.testing.assert_array_equal(getattr(Tensor(x), f)(dim, keepdim).data, expected)
 
 
-@pytest.mark.parametrize("f", ["sum", "mean", "max", "min"])
+@pytest.mark.parametrize("f", ["sum", "mean", "amax", "amin"])
 def test_reductions_of_a_single_number(f):
     gradcheck(lambda x: getattr(x, f)(), numbers())
 
 
 def test_elements_that_tie_share_the_gradient_of_an_extreme():
     x = Tensor([[1.0, 5.0, 5.0], [7.0, 2.0, 3.0]], requires_grad=True)
-    x.max(dim=1).backward([6.0, 4.0])
+    x.amax(dim=1).backward([6.0, 4.0])
     assert x.grad.tolist() == [[0, 3, 3], [4, 0, 0]]
     x = Tensor([[1.0, 5.0, 1.0], [7.0, 2.0, 3.0]], requires_grad=True)
-    x.min(dim=1).backward([6.0, 4.0])
+    x.amin(dim=1).backward([6.0, 4.0])
     assert x.grad.tolist() == [[3, 0, 3], [0, 4, 0]]
 
 
-@pytest.mark.parametrize("f", ["mean", "max", "min"])
+@pytest.mark.parametrize("f", ["mean", "amax", "amin"])
 def test_a_count_that_float16_cannot_hold_still_divides_the_gradient(f):
     x = Tensor(np.ones(70_000, "float16"), requires_grad=True)
     y = getattr(x, f)()

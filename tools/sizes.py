@@ -37,16 +37,9 @@ PARTS = {
         *("nonfinite", "ddp_logger", "sync_batch_norm", "amp"),
     ],
     "The engine": [
-        *(
-            "device",
-            "tensor_ops",
-            "neural_ops",
-            "spatial_ops",
-            "autograd",
-            "functional",
-            "creation",
-        ),
-        *("module", "init", "nn", "optim", "lr_scheduler", "data", "checkpoint"),
+        *("device", "tensor_ops", "neural_ops", "spatial_ops", "autograd"),
+        *("functional", "creation", "torch_names", "module", "init", "nn", "optim"),
+        *("lr_scheduler", "data", "checkpoint"),
     ],
     "Around them": [
         *("errors", "environment", "launch", "supervise", "relay", "progress"),
