@@ -15,16 +15,8 @@ COMPUTE = [
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *(
-        "rendezvous",
-        "ring",
-        "work",
-        "mailbox",
-        "rooted",
-        "payload",
-        "group",
-        "distributed",
-    ),
+    *("rendezvous", "ring", "work", "mailbox", "rooted", "payload"),
+    *("group", "distributed"),
 ]
 MEET = [
     *("replicas", "buckets", "comm_hooks", "join", "nonfinite", "ddp_logger"),
