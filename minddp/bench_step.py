@@ -302,15 +302,20 @@ def profiled(step: Callable[[], None], repetitions: int) -> list[Row]:
 def timed_ops() -> Iterator[dict[tuple[str, str], float]]:
     """Inside, the seconds of each op's forward and backward add up in what it gives."""
     times: dict[tuple[str, str], float] = defaultdict(float)
+    busy = False  # within an op; what it asks of other ops is its own time
 
-    def timed(function: Callable[..., Any], key: tuple[str, str]) -> Callable[..., Any]:
+    def timed(function: Callable[..., Any], way: str) -> Callable[..., Any]:
         @wraps(function)
-        def call(*arguments: Any) -> Any:
-            start = time.perf_counter()
+        def call(op: ops.Op, *arrays: Any) -> Any:
+            nonlocal busy
+            if busy:
+                return function(op, *arrays)
+            busy, start = True, time.perf_counter()
             try:
-                return function(*arguments)
+                return function(op, *arrays)
             finally:
-                times[key] += time.perf_counter() - start
+                times[type(op).__name__, way] += time.perf_counter() - start
+                busy = False
 
         return call
 
@@ -321,7 +326,7 @@ def timed_ops() -> Iterator[dict[tuple[str, str], float]]:
         if way in vars(op)
     }
     for (op, way), function in plain.items():
-        setattr(op, way, timed(function, (op.__name__, way)))
+        setattr(op, way, timed(function, way))
     try:
         yield times
     finally:

@@ -202,7 +202,8 @@ class Optimizer:
             if str(number) not in numbered:
                 raise UsageError(f"load_state_dict: there is no parameter {number}")
             p = numbered[str(number)]
-            given = {name: as_tensor(value) for name, value in values.items()}
+            held = {name: v for name, v in values.items() if v is not None}
+            given = {name: as_tensor(value) for name, value in held.items()}
             names = self.state_names if given else ()
             due = {name: () if name == "step" else p.shape for name in names}
             shapes = {name: t.shape for name, t in given.items()}

@@ -444,3 +444,13 @@ def test_the_state_is_numbered_in_the_order_of_the_list():
 def test_settings_that_cannot_work_are_refused(make, match):
     with pytest.raises(UsageError, match=match):
         make(parameter(1.0))
+
+
+def test_a_state_of_pytorchs_sgd_without_momentum_holds_nothing():
+    p = nn.Parameter(np.ones(2))
+    optimizer = optim.SGD([p], lr=0.1)
+    state = optimizer.state_dict() | {"state": {0: {"momentum_buffer": None}}}
+    optimizer.load_state_dict(state)
+    p.grad = Tensor(np.ones(2))
+    optimizer.step()
+    assert p.tolist() == [0.9, 0.9]
