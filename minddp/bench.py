@@ -37,7 +37,7 @@ import numpy as np
 
 from minddp.bench_step import MODELS, WARM_UP_STEPS, step_rows, variants
 from minddp.buckets import BUCKET_CAP_MB
-from minddp.environment import THREAD_VARIABLES
+from minddp.environment import THREAD_VARIABLES, TRANSPORTS
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup, init_process_group
 from minddp.launch import launch
@@ -72,7 +72,7 @@ def worker(path: str, argv: Sequence[str]) -> None:
     """One rank of the bench, with main's arguments; rank 0 writes the rows."""
     options = parse(argv)
     measure = all_reduce_rows if options.benchmark == "all-reduce" else step_rows
-    with init_process_group() as pg:
+    with init_process_group(transport=options.transport) as pg:
         rows = list(measure(pg, options))
         if pg.rank == 0:
             write_json(rows, path)
@@ -101,7 +101,7 @@ def repetitions(nbytes: int) -> int:
 def all_reduce_rows(pg: ProcessGroup, options: argparse.Namespace) -> Iterator[Row]:
     """One row for each size."""
     for nbytes in progress(options.sizes, desc="sizes", show=pg.rank == 0):
-        yield result(pg.world_size, nbytes, time_all_reduce(pg, nbytes))
+        yield result(pg, nbytes, time_all_reduce(pg, nbytes))
 
 
 def time_all_reduce(pg: ProcessGroup, nbytes: int) -> list[float]:
@@ -118,13 +118,14 @@ def time_all_reduce(pg: ProcessGroup, nbytes: int) -> list[float]:
     return sorted(seconds[WARM_UP:])
 
 
-def result(n: int, nbytes: int, seconds: list[float]) -> Row:
+def result(pg: ProcessGroup, nbytes: int, seconds: list[float]) -> Row:
     """One row: what `--json` prints."""
+    n = pg.world_size
     median = seconds[len(seconds) // 2]
     return {
         "op": "all_reduce",
         "world_size": n,
-        "transport": "tcp",
+        "transport": pg.transport,
         "bytes": nbytes,
         "median_us": round(median * 1e6, 1),
         "min_us": round(seconds[0] * 1e6, 1),
@@ -188,7 +189,6 @@ def _parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     all_reduce = kinds.add_parser("all-reduce", help="the ring's all-reduce, by size")
     _add_common(all_reduce)
-    all_reduce.add_argument("--transport", choices=["tcp"], default="tcp")
     all_reduce.add_argument("--sizes", default=SIZES, help=f"default: {SIZES}")
     step = kinds.add_parser("step", help="a training step, by size of buckets")
     _add_common(step)
@@ -215,6 +215,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *("--nproc-per-node", "-n"), type=int, default=2, metavar="N", help=text
     )
+    text = "what carries collectives; default: MINDDP_TRANSPORT, or tcp"
+    parser.add_argument("--transport", choices=TRANSPORTS, help=text)
     parser.add_argument(
         "--json", metavar="FILE", help="one object a line; - prints them"
     )

@@ -33,8 +33,9 @@ Left out: a cap on the number of buckets; sparse gradients, which PyTorch gives 
 own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -76,19 +77,23 @@ def plan(
 
 
 class Bucket:
-    """Parameters whose gradients are views into one flat array.
+    """Parameters whose gradients are views into one flat array, made by `zeros`.
 
     In PyTorch: `Reducer::Bucket`.
     """
 
     def __init__(
-        self, index: int, parameters: Sequence[Parameter], as_view: bool = True
+        self,
+        index: int,
+        parameters: Sequence[Parameter],
+        as_view: bool = True,
+        zeros: Callable[[int, Any], Array] = np.zeros,
     ):
         self.index, self.as_view = index, as_view
         self.parameters = list(parameters)
         sizes = [p.data.size for p in parameters]
         ends = np.cumsum([0, *sizes]).tolist()
-        self.flat: Array = np.zeros(ends[-1], parameters[0].dtype)
+        self.flat: Array = zeros(ends[-1], parameters[0].dtype)
         self.views: list[Array] = [
             self.flat[start:end].reshape(p.shape)
             for p, start, end in zip(parameters, ends, ends[1:], strict=False)

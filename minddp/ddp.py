@@ -378,7 +378,7 @@ class DistributedDataParallel(Module):
             "module_name": type(self.module).__name__,
             "rank": pg.rank,
             "world_size": pg.world_size,
-            "backend_name": "tcp",
+            "backend_name": pg.transport,
             "iteration": reducer.averaged,
             "num_parameter_tensors": len(reducer.parameters),
             "total_parameter_size_bytes": sum(

@@ -28,7 +28,8 @@ Worked example.  `RANK=1 WORLD_SIZE=2 MASTER_ADDR=[::1] python train.py` gives
     local_rank is 1, for a loopback address proves that all ranks share this machine.
 
 Besides, MINDDP_TOKEN is the secret that the ranks of a job share, MINDDP_JOB_ID the
-job's name, and MINDDP_LISTEN_FD the socket that `minddp run` has bound for rank 0.
+job's name, MINDDP_TRANSPORT what carries collectives (tcp, shm or auto), and
+MINDDP_LISTEN_FD the socket that `minddp run` has bound for rank 0.
 
 In PyTorch: the `env://` rendezvous (torch/distributed/rendezvous.py).
 
@@ -135,6 +136,26 @@ def seat(
         _given(env, launcher.rank, "rank", rank),
         _given(env, launcher.world_size, "world_size", world_size),
     )
+
+
+TRANSPORTS = ("tcp", "shm", "auto")
+
+
+def chosen_transport(
+    env: Mapping[str, str] = os.environ, given: str | None = None
+) -> str:
+    """What carries collectives, one of TRANSPORTS. The argument wins.
+
+    Raises: UsageError naming the variable, its value and what to do.
+    """
+    setting = _given(env, "MINDDP_TRANSPORT", "transport", given)
+    if setting.value is None:
+        return "tcp"
+    if setting.value not in TRANSPORTS:
+        raise UsageError(
+            f"{setting} is unknown. Set {setting.name} to {', '.join(TRANSPORTS)}."
+        )
+    return str(setting.value)
 
 
 def usable_cores() -> int:

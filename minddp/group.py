@@ -37,8 +37,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from minddp import ring, rooted
-from minddp.environment import Job, from_environment
+from minddp import ring, rooted, shm
+from minddp.environment import Job, chosen_transport, from_environment
 from minddp.errors import (
     PeerError,
     PeerLost,
@@ -76,6 +76,7 @@ def init_process_group(
     master_port: int | None = None,
     timeout: float = 60.0,
     rendezvous_timeout: float = 300.0,
+    transport: str | None = None,
 ) -> "ProcessGroup":
     """The group of all ranks of this job, once all of them have come.
 
@@ -84,9 +85,12 @@ def init_process_group(
 
     timeout: seconds that a collective may go without a byte moving.
     rendezvous_timeout: seconds to wait for all ranks to come.
+    transport: what carries collectives, the same on all ranks: "tcp" (the default),
+    "shm", memory that all ranks of one host share (shm.py), or "auto", which is "shm"
+    if all ranks share a host and else "tcp". MINDDP_TRANSPORT sets it too.
 
-    Raises: UsageError (a setting is wrong, the port is taken), PeerTimeout (names the
-    ranks that did not come).
+    Raises: UsageError (a setting is wrong, the port is taken, there is no memory to
+    share), PeerTimeout (names the ranks that did not come).
     """
     job = from_environment(
         rank=rank,
@@ -94,18 +98,23 @@ def init_process_group(
         master_addr=master_addr,
         master_port=master_port,
     )
-    return ProcessGroup(job, timeout, rendezvous_timeout)
+    transport = chosen_transport(given=transport)
+    return ProcessGroup(job, timeout, rendezvous_timeout, transport)
 
 
 class ProcessGroup:
     """This rank's membership in the group; one collective at a time (work.py)."""
 
     def __init__(
-        self, job: Job, timeout: float = 60.0, rendezvous_timeout: float = 300.0
+        self,
+        job: Job,
+        timeout: float = 60.0,
+        rendezvous_timeout: float = 300.0,
+        transport: str = "tcp",
     ):
         timeout = positive_seconds("timeout", timeout)
         deadline = Deadline(positive_seconds("rendezvous_timeout", rendezvous_timeout))
-        self._job = job
+        self._job, self._wish = job, transport
         self.rank, self.world_size = job.rank, job.world_size
         self.local_rank = job.local_rank
         self.ranks = list(range(job.world_size))  # in the world; `split` has others
@@ -120,22 +129,46 @@ class ProcessGroup:
         self._queue = WorkQueue()
         self._mailbox: Mailbox | None = None  # from the first message on
         self._links: RingLinks | None = None
+        self._memory: shm.Memory | None = None  # of all ranks, if it is shared
         if self.world_size > 1:
             self._meet(job, deadline)
         open_groups.append(self)
 
     def _meet(self, job: Job, deadline: Deadline) -> None:
         rendezvous = Rendezvous(job, deadline, self.timeout)
+        self._control, self._alarm = rendezvous.control, rendezvous.alarm
         try:
             self._links = rendezvous.meet()
+            if self._wish != "tcp":
+                self._share_memory(self._links)
         except BaseException:
             rendezvous.abandon()
+            if self._links:
+                self._links.close()
             raise
-        self._control, self._alarm = rendezvous.control, rendezvous.alarm
         self._rendezvous = rendezvous
         self._host = self._links.left.local_host  # where others of this job reach us
         assert rendezvous.control.table, "it was waited for"
         self._hosts = [host for host, _ in rendezvous.control.table]
+
+    def _share_memory(self, links: RingLinks) -> None:
+        deadline = Deadline(self.timeout)
+        try:
+            self._memory = shm.meet(links, self._alarm, deadline, self._wish == "shm")
+        except PeerError as error:
+            raise self._control.accuse(error) from error.__cause__
+        except UsageError:  # all ranks raise it
+            raise
+        except BaseException as error:
+            text = f"rank {self.rank} left the rendezvous: {error!r}"
+            self._control.accuse(PeerLost(text, self.rank))
+            raise
+        links.bytes_sent = links.bytes_received = 0
+
+    @property
+    def transport(self) -> str:
+        """What carries collectives: "tcp" or "shm"; "tcp" in a world of one."""
+        return "shm" if self._memory else "tcp"
 
     @property
     def closed(self) -> bool:
@@ -249,6 +282,19 @@ class ProcessGroup:
                 f"the {self.world_size} ranks, so that all chunks are alike"
             )
         return self._collective(rooted.all_to_all, array, async_op=async_op)
+
+    def zeros(self, count: int, dtype: Any = np.float32) -> Array:
+        """A 1-D array of zeros that is made for `all_reduce`; all ranks call it alike.
+
+        On TCP a plain array. With shared memory all ranks can see it, so that it is
+        reduced where it lies and never copied: DDP's buckets are made so.
+
+        Raises: UsageError; PeerError.
+        """
+        count = whole("zeros: count", count, 0, 2**62)
+        if self._memory is None:
+            return np.zeros(count, dtype)
+        return shm.shared_zeros(self._memory, count, dtype, self.all_gather_rows)
 
     def broadcast_object(self, content: Any = None, root: int = 0) -> Any:
         """What the root has given, on all ranks: anything that JSON can say.
@@ -374,7 +420,7 @@ class ProcessGroup:
         )
         if listener:
             listener.close()
-        group = ProcessGroup(job, self.timeout, self.timeout)
+        group = ProcessGroup(job, self.timeout, self.timeout, self._wish)
         group.ranks = [self.ranks[k] for k in members]
         group._legend = f" (Ranks 0, 1, ... of this sub-group are {group.ranks}.)"
         return group
@@ -390,12 +436,13 @@ class ProcessGroup:
         control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
         headers are not counted."""
         links, mail = self._links, self._mailbox
+        ring_moves = links and not self._memory
         return {
             "collectives": self._sequence,
             "messages": self._messages,
             "bytes_sent": links.bytes_sent if links else 0,
             "bytes_received": links.bytes_received if links else 0,
-            "header_bytes": HEADER_BYTES * self._sequence if links else 0,
+            "header_bytes": HEADER_BYTES * self._sequence if ring_moves else 0,
             "mail_bytes_sent": mail.bytes_moved(sends=True) if mail else 0,
             "mail_bytes_received": mail.bytes_moved(sends=False) if mail else 0,
             "control_bytes_sent": self._control.bytes_sent if links else 0,
@@ -442,12 +489,17 @@ class ProcessGroup:
             self._performer = threading.get_ident()
             try:
                 self._enter(call)
-                algorithm(self._links, flat, call, Deadline(self.timeout))
+                deadline = Deadline(self.timeout)
+                if self._memory:
+                    shm.COLLECTIVES[call.op](self._memory, flat, call, deadline)
+                else:
+                    algorithm(self._links, flat, call, deadline)
             except BaseException as error:
                 self._fail(error, f"in {call}")
             finally:
                 self._performer = None
-            self._messages += count_messages(call, self.rank, self.world_size)
+            if not self._memory:
+                self._messages += count_messages(call, self.rank, self.world_size)
         bring_home(flat, array)
 
     # ---- Failing and leaving ----
@@ -555,6 +607,8 @@ class ProcessGroup:
                 self._control.leave()
                 self._links.close()
                 self._alarm.close()
+            if self._memory:
+                self._memory.close()
 
     def __deepcopy__(self, memo: Any) -> "ProcessGroup":
         """Itself: a copy of a model that holds its group still belongs to it."""
@@ -599,6 +653,8 @@ def _forget_groups() -> None:
                 group._mailbox.forget()
             group._control.forget()
             group._alarm.close()
+            if group._memory:
+                group._memory.close()
     open_groups.clear()
 
 

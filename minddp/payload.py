@@ -21,6 +21,7 @@ Left out: complex numbers; dates.
 """
 
 import operator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def check_reduction(op: str, array: Array, reduce: str) -> None:
         raise UsageError(f"{op} of {name} by {reduce!r} has no meaning; use {hint}")
 
 
+@lru_cache(maxsize=64)  # NumPy works a dtype's name out anew each time it is asked
 def wire_name(dtype: Any) -> str:
     """A dtype's name in the table of frame.py, if it is there."""
     return "bfloat16" if dtype == BFLOAT16 else str(dtype.name)

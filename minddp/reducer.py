@@ -313,8 +313,9 @@ class Reducer:
         sizes = [Size(p.data.nbytes, str(p.dtype)) for p in self.parameters]
         first_bytes = min(FIRST_BUCKET_BYTES, self.cap_bytes)
         groups = plan(sizes, order, first_bytes, self.cap_bytes)
+        zeros = self.process_group.zeros
         self.buckets = [
-            Bucket(index, [self.parameters[i] for i in group], self.as_view)
+            Bucket(index, [self.parameters[i] for i in group], self.as_view, zeros)
             for index, group in enumerate(groups)
         ]
         self.place = {

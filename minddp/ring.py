@@ -207,7 +207,7 @@ def run_collective(
     def fingerprint_then_script() -> Script:
         yield theirs
         if theirs != mine:
-            raise mismatch(links, call, bytes(theirs))
+            raise mismatch(links.rank, links.left.peer, call, bytes(theirs))
         yield from script
 
     ready.appendleft(mine)
@@ -405,16 +405,16 @@ def progress(call: Header, r: int, n: int, received: int) -> str:
     return f", step {step} of {len(steps)}, after {payload:,} of {steps[-1]:,} bytes"
 
 
-def mismatch(links: Links, call: Header, theirs: bytes) -> PeerMismatch:
-    """Both sides of a disagreement with the left neighbour."""
-    r, left = links.rank, links.left.peer
+def mismatch(r: int, peer: int, call: Header, theirs: bytes) -> PeerMismatch:
+    """Both sides of a disagreement of rank r with another, often its left
+    neighbour."""
     try:
         what = str(Header.unpack(theirs))
     except FrameError as exc:
         what = f"something else ({exc})"
     return PeerMismatch(
-        f"rank {r} is in {call}, but rank {left} sent {what}. All ranks must call "
+        f"rank {r} is in {call}, but rank {peer} sent {what}. All ranks must call "
         "collectives in the same order with equal shapes and dtypes. Did the ranks "
         "build different models, or does one skip a call?",
-        left,
+        peer,
     )

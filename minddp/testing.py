@@ -193,9 +193,10 @@ def run_groups(
     body: Callable[[ProcessGroup], Result],
     timeout: float = 3.0,
     token: bytes = b"",
+    transport: str = "tcp",
 ) -> list[Result]:
     """What body(pg) returns on each of n ranks: threads with real TCP links over
-    loopback.
+    loopback, and memory that they share in the manner of processes (transport="shm").
 
     Raises: as run_ranks.
     """
@@ -208,7 +209,7 @@ def run_groups(
         where = "127.0.0.1", listener.port
         job = Job(r, n, r, n, *where, token, "testing", fd, launcher="testing")
         try:
-            with ProcessGroup(job, timeout, timeout) as pg:
+            with ProcessGroup(job, timeout, timeout, transport) as pg:
                 results[r] = body(pg)
         except Exception as exc:
             errors[r] = exc

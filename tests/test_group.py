@@ -1,4 +1,5 @@
-"""ProcessGroup over real TCP on loopback; the ranks are threads of this process."""
+"""ProcessGroup over real TCP on loopback, and in shared memory where nothing asks for
+TCP; the ranks are threads of this process."""
 
 import threading
 import time
@@ -21,6 +22,11 @@ FLOATS = ["float16", "float32", "float64"]
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8"]
 
 
+@pytest.fixture(params=["tcp", "shm"])
+def transport(request):
+    return request.param
+
+
 def revealing(rank, shape, dtype=np.float64):
     return (100 * rank + np.arange(np.prod(shape)).reshape(shape)).astype(dtype)
 
@@ -36,7 +42,7 @@ def errors_of(n, body, cause=MindDPError, **settings):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_every_collective_gives_the_right_array(n):
+def test_every_collective_gives_the_right_array(n, transport):
     def body(pg):
         x = revealing(pg.rank, (n, 3))
         pg.all_reduce(x)
@@ -62,11 +68,11 @@ def test_every_collective_gives_the_right_array(n):
         pg.barrier()
         return pg.stats()["collectives"]
 
-    assert run_groups(n, body) == [6] * n
+    assert run_groups(n, body, transport=transport) == [6] * n
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_the_result_lands_in_the_callers_array_whatever_its_strides(n):
+def test_the_result_lands_in_the_callers_array_whatever_its_strides(n, transport):
     def views():
         yield lambda a: a[:, 0]
         yield lambda a: a.T
@@ -89,7 +95,7 @@ def test_the_result_lands_in_the_callers_array_whatever_its_strides(n):
                 view(untouched)[...] = expected
                 assert (whole == untouched).all(), "a neighbour element was written"
 
-    run_groups(n, body)
+    run_groups(n, body, transport=transport)
 
 
 def allowed(dtype, op):
@@ -98,7 +104,7 @@ def allowed(dtype, op):
     return dtype in FLOATS or op != "avg"
 
 
-def test_the_table_of_dtypes_and_reductions_holds():
+def test_the_table_of_dtypes_and_reductions_holds(transport):
     def body(pg):
         for dtype in DTYPES[1:-1]:
             for op in ("sum", "avg", "min", "max", "prod"):
@@ -121,7 +127,7 @@ def test_the_table_of_dtypes_and_reductions_holds():
                 }[op](ranks, axis=0)
                 assert x.tolist() == expected.astype(dtype).tolist(), (dtype, op)
 
-    run_groups(3, body)
+    run_groups(3, body, transport=transport)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,7 @@ def test_a_world_of_one_sends_nothing():
         (lambda pg: pg.barrier(), "barrier #6"),
     ],
 )
-def test_one_rank_of_three_in_another_call_is_named_on_all(odd, shown):
+def test_one_rank_of_three_in_another_call_is_named_on_all(odd, shown, transport):
     def body(pg):
         for _ in range(5):
             pg.barrier()
@@ -216,7 +222,7 @@ def test_one_rank_of_three_in_another_call_is_named_on_all(odd, shown):
         else:
             pg.all_reduce(np.ones(3))
 
-    for error in errors_of(3, body):
+    for error in errors_of(3, body, transport=transport):
         assert isinstance(error, PeerMismatch)
         assert error.culprit == 1
         assert shown in str(error)
@@ -225,51 +231,51 @@ def test_one_rank_of_three_in_another_call_is_named_on_all(odd, shown):
 
 
 @pytest.mark.parametrize("extra", range(3))
-def test_one_rank_that_makes_a_call_too_many_is_told_so(extra):
+def test_one_rank_that_makes_a_call_too_many_is_told_so(extra, transport):
     """All others leave in good order, in any order: nobody crashed."""
 
     def body(pg):
         for _ in range(6 + (pg.rank == extra)):
             pg.barrier()
 
-    for rank, error in enumerate(errors_of(3, body)):
+    for rank, error in enumerate(errors_of(3, body, transport=transport)):
         if rank == extra:
             assert isinstance(error, PeerLost)
             assert "closed its group after 6 collectives" in str(error)
             assert "crashed" not in str(error)
 
 
-def test_with_two_ranks_a_mismatch_shows_both_sides():
+def test_with_two_ranks_a_mismatch_shows_both_sides(transport):
     def body(pg):
         pg.all_reduce(np.ones(100 if pg.rank == 0 else 200))
 
-    for error in errors_of(2, body):
+    for error in errors_of(2, body, transport=transport):
         assert isinstance(error, PeerMismatch)
         assert "of 100 float64" in str(error)
         assert "of 200 float64" in str(error)
 
 
-def test_an_exception_on_one_rank_is_told_to_all():
+def test_an_exception_on_one_rank_is_told_to_all(transport):
     def body(pg):
         pg.barrier()
         if pg.rank == 2:
             raise ValueError("no such file: digits")
         pg.all_reduce(np.ones(3))
 
-    errors = errors_of(4, body, ValueError)
+    errors = errors_of(4, body, ValueError, transport=transport)
     for rank in (0, 1, 3):
         assert isinstance(errors[rank], PeerLost)
         assert errors[rank].culprit == 2
         assert "rank 2 ended with ValueError: no such file: digits" in str(errors[rank])
 
 
-def test_a_rank_that_leaves_early_is_named_by_those_that_go_on():
+def test_a_rank_that_leaves_early_is_named_by_those_that_go_on(transport):
     def body(pg):
         pg.barrier()
         if pg.rank != 1:
             pg.barrier()
 
-    for rank, error in enumerate(errors_of(3, body)):
+    for rank, error in enumerate(errors_of(3, body, transport=transport)):
         if rank != 1:
             assert isinstance(error, PeerLost)
             assert error.culprit == 1
@@ -299,7 +305,7 @@ def test_a_rank_that_closes_one_call_short_finds_out_when_it_closes():
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_rank_that_is_alive_but_elsewhere_is_named(late):
+def test_a_rank_that_is_alive_but_elsewhere_is_named(late, transport):
     gone = threading.Event()
 
     def body(pg):
@@ -311,13 +317,13 @@ def test_a_rank_that_is_alive_but_elsewhere_is_named(late):
         finally:
             gone.set()
 
-    for error in errors_of(3, body, timeout=0.8):
+    for error in errors_of(3, body, timeout=0.8, transport=transport):
         assert isinstance(error, PeerTimeout)
         assert error.culprit == late
         assert f"rank {late} is alive but has not entered collective #2" in str(error)
 
 
-def test_a_dead_group_stays_dead_and_says_why_at_once():
+def test_a_dead_group_stays_dead_and_says_why_at_once(transport):
     def body(pg):
         x = np.ones(3 + (pg.rank == 1))
         with pytest.raises(PeerMismatch) as first:
@@ -330,7 +336,7 @@ def test_a_dead_group_stays_dead_and_says_why_at_once():
         assert time.monotonic() - start < 1.0
         assert x.tolist() == [1.0] * len(x), "a mismatch leaves arrays as they were"
 
-    run_groups(2, body)
+    run_groups(2, body, transport=transport)
 
 
 def test_an_interrupt_in_a_collective_ends_the_group_on_all_ranks(monkeypatch):
@@ -391,7 +397,7 @@ def test_a_group_that_a_signal_handler_closes_in_a_collective_ends_on_all_ranks(
     assert run_groups(2, body) == ["ended", None]
 
 
-def test_a_closed_group_refuses_calls_and_closes_twice():
+def test_a_closed_group_refuses_calls_and_closes_twice(transport):
     def body(pg):
         pg.barrier()
         pg.close()
@@ -399,10 +405,10 @@ def test_a_closed_group_refuses_calls_and_closes_twice():
         with pytest.raises(UsageError, match=r"of rank [01] is closed"):
             pg.barrier()
 
-    run_groups(2, body)
+    run_groups(2, body, transport=transport)
 
 
-def test_what_one_rank_completed_all_can_complete():
+def test_what_one_rank_completed_all_can_complete(transport):
     """Ranks that close at once after the last call do not cut off the slower ones."""
 
     def body(pg):
@@ -412,7 +418,7 @@ def test_what_one_rank_completed_all_can_complete():
         return x[-1]
 
     for _ in range(5):
-        assert run_groups(3, body) == [90.0] * 3
+        assert run_groups(3, body, transport=transport) == [90.0] * 3
 
 
 @pytest.mark.parametrize("seconds", [np.float32(5), float("inf"), 1e9, True])

@@ -15,7 +15,7 @@ COMPUTE = [
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "mailbox", "rooted", "payload"),
+    *("rendezvous", "ring", "work", "mailbox", "rooted", "shm", "payload"),
     *("group", "distributed"),
 ]
 MEET = [

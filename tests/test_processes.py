@@ -53,9 +53,9 @@ def loop():
 # ---- A rank dies ----
 
 
-def killed(n, victim):
+def killed(n, victim, transport="tcp"):
     others = [r for r in range(n) if r != victim]
-    with Ranks(n, loop) as ranks:
+    with Ranks(n, loop, env={"MINDDP_TRANSPORT": transport}) as ranks:
         for rank in range(n):
             ranks.wait_for(rank, "looping")
         at = ranks.signal(victim, signal.SIGKILL)
@@ -67,6 +67,10 @@ def killed(n, victim):
 
 def test_all_others_name_the_rank_that_was_killed():
     concurrently(killed, [3, 3, 3], [0, 1, 2])
+
+
+def test_all_others_name_the_rank_that_was_killed_in_shared_memory():
+    concurrently(killed, [3, 4], [0, 1], ["shm", "shm"])
 
 
 def test_ranks_that_are_no_neighbours_name_the_killed_rank_too():
@@ -182,9 +186,9 @@ def test_a_rank_that_leaves_early_with_code_0_is_a_failure_and_the_group_stays_d
 # ---- A rank stops ----
 
 
-def stopped(n, victim):
+def stopped(n, victim, transport):
     others = [r for r in range(n) if r != victim]
-    with Ranks(n, loop) as ranks:
+    with Ranks(n, loop, env={"MINDDP_TRANSPORT": transport}) as ranks:
         for rank in range(n):
             ranks.wait_for(rank, "looping")
         at = ranks.signal(victim, signal.SIGSTOP)
@@ -201,7 +205,8 @@ def stopped(n, victim):
 
 
 def test_all_others_name_the_rank_that_is_stopped_and_it_raises_when_it_goes_on():
-    concurrently(stopped, [3, 3, 3, 4], [0, 1, 2, 1])
+    transports = ["tcp", "tcp", "tcp", "tcp", "shm"]
+    concurrently(stopped, [3, 3, 3, 4, 3], [0, 1, 2, 1, 0], transports)
 
 
 def test_who_waits_for_a_stopped_rank_sleeps():

@@ -113,8 +113,9 @@ def test_what_each_rank_receives():
 # ---- In a process group ----
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_group_offers_them_for_arrays_of_any_strides(n):
+def test_a_group_offers_them_for_arrays_of_any_strides(n, transport):
     def body(pg):
         x = np.full((n, 4), float(pg.rank))
         pg.reduce(x.T, root=n - 1)
@@ -131,7 +132,7 @@ def test_a_group_offers_them_for_arrays_of_any_strides(n):
         pg.all_to_all(table)
         assert table[:, 1].tolist() == [10 * r + pg.rank for r in range(n)]
 
-    run_groups(n, body)
+    run_groups(n, body, transport=transport)
 
 
 def test_objects_are_broadcast_as_json():

@@ -33,7 +33,15 @@ PARTS = {
         *("reducer", "ddp"),
     ],
     "More of DDP": [
-        *("rooted", "mailbox", "distributed", "bfloat16", "powersgd", "local_sgd"),
+        *(
+            "rooted",
+            "shm",
+            "mailbox",
+            "distributed",
+            "bfloat16",
+            "powersgd",
+            "local_sgd",
+        ),
         *("nonfinite", "ddp_logger", "sync_batch_norm", "amp"),
     ],
     "The engine": [
