@@ -164,19 +164,8 @@ class DistributedDataParallel(Module):
         self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
-        self.reducer = Reducer(
-            module,
-            process_group,
-            cap_bytes=cap_bytes(bucket_cap_mb),
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            nan=nan,
-            check_sync_every=check_sync_every,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )
-        self._weight_by_batch = weight_by_batch
-        if weight_by_batch:
-            self.reducer.roll_call = RollCall(process_group, by_examples=True)
+        most_bytes = cap_bytes(bucket_cap_mb)
+        # First of all: unlike models would make unlike buckets, which may be shared.
         compare_models(
             module,
             process_group,
@@ -188,6 +177,19 @@ class DistributedDataParallel(Module):
             nan=nan,
             check_sync_every=check_sync_every,
         )
+        self.reducer = Reducer(
+            module,
+            process_group,
+            cap_bytes=most_bytes,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            nan=nan,
+            check_sync_every=check_sync_every,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        self._weight_by_batch = weight_by_batch
+        if weight_by_batch:
+            self.reducer.roll_call = RollCall(process_group, by_examples=True)
         self._broadcast_from(0, module.parameters())
         self.sync_buffers()
 

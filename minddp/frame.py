@@ -80,7 +80,7 @@ class Kind(IntEnum):
     BEAT = 3  # a sign of life; `root` is the sender, `sequence` its latest collective
     ABORT = 4  # to rank 0: an accusation. From rank 0: the verdict
     GOODBYE = 5  # `root` has closed its group after `sequence` collectives
-    MAIL = 6  # on a mail link a message follows; to a sender: where to dial `root`
+    MAIL = 6  # on a mail link a message follows; else: where to dial `root`
 
 
 @dataclass(frozen=True, slots=True)

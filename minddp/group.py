@@ -434,7 +434,8 @@ class ProcessGroup:
         bytes_received on ring links, of which header_bytes each way are fingerprints;
         mail_bytes_sent and _received, by send and recv with their headers;
         control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
-        headers are not counted."""
+        headers are not counted.
+        """
         links, mail = self._links, self._mailbox
         ring_moves = links and not self._memory
         return {

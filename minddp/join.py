@@ -29,10 +29,10 @@ Worked example.  n = 2, the last batches have 3 and 1 examples, mean gradients 1
 5.0. The mean over the 4 examples is (3 * 1.0 + 1 * 5.0) / 4 = 2.0, not the 3.0 of two
 ranks that count alike. Scaled by 1.5 and 0.5 they are 1.5 and 2.5: average 2.0.
 
-In PyTorch: `DistributedDataParallel.join` and `torch.distributed.algorithms.join`. It
-announces forwards, so two forwards before one backward break it; here every backward is
-announced when it begins. A parameter that no present rank uses has no gradient, also on
-absent ranks; there it gets zeros, from a map of an earlier step.
+In PyTorch: `DistributedDataParallel.join` and `torch.distributed.algorithms.join`.
+PyTorch announces forwards, so two forwards before one backward break its join; here a
+backward is announced when it begins. In PyTorch an absent rank repeats an old map of
+used parameters, so one that nobody uses may get zeros; here it gets no gradient.
 
 Left out: other classes that join along (`Joinable`). What a rank without data is to do
 after each of the others' backwards, such as an optimizer's step, is given to

@@ -36,8 +36,8 @@ Which parameters will not get a gradient?  Three answers, by setting:
     static_graph              those that got none in the first backward never do
 
 In PyTorch: `Reducer` (reducer.cpp), from which most names are; see docs/pytorch-map.md.
-
-There the graph is walked from the outputs of forward, before backward is known.
+Its search for unused parameters walks the graph from the outputs of forward, before
+backward is known.
 
 Left out: a bucket's own stream on a GPU; gradients that are sparse.
 """
@@ -127,9 +127,7 @@ class Reducer:
         self.number: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         self.as_view = gradient_as_bucket_view
         self._forwards: WeakKeyDictionary[Node, Forward] = WeakKeyDictionary()
-        self._hidden: Forward | None = (
-            None  # one whose outputs could not be looked into
-        )
+        self._hidden: Forward | None = None  # one with outputs we cannot look into
         self._pass: object = None  # the token of the backward that is under way
         self.sync = False  # whether that one sends
         self.averaged = 0  # how many backwards have been
@@ -214,6 +212,7 @@ class Reducer:
         self.logger.backward_starts()
         for bucket in self.buckets:
             bucket.expect()
+        self._scale = 1.0
         if self.roll_call:
             self._scale = self.roll_call.scale(self._examples)
         self._examples = 0

@@ -207,6 +207,22 @@ def test_an_error_in_the_block_is_raised_and_not_waited_for():
     assert run_groups(2, body) == [None, None]
 
 
+def test_what_a_rank_counted_for_inside_is_forgotten_outside():
+    """Alone in its last step, rank 1 counts for both; the next average is plain."""
+
+    def body(pg):
+        m = linear()
+        ddp = DistributedDataParallel(m, pg)
+        with ddp.join(divide_by_initial_world_size=False):
+            for _ in range(1 + pg.rank):
+                ddp(ONE).sum().backward()
+        m.zero_grad()
+        ddp(ONE * (pg.rank + 1)).sum().backward()
+        return m.weight.grad.item()
+
+    assert run_groups(2, body) == [1.5, 1.5]
+
+
 def test_join_that_is_not_enabled_does_nothing():
     def body(pg):
         ddp = DistributedDataParallel(linear(), pg)

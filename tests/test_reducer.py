@@ -460,6 +460,19 @@ def test_models_that_differ_are_refused_on_all_ranks_alike(kind, on_rank_0, on_r
     assert f"but rank 1 has {on_rank_1}" in texts[0].replace("parameter ", "")
 
 
+def test_models_that_differ_are_refused_before_memory_is_shared():
+    """Buckets above 32 KiB lie in shared memory, and all ranks make them together."""
+
+    def body(pg):
+        with pytest.raises(
+            UsageError, match=r"rank 0 has parameter 'weight' \(200, 10"
+        ):
+            DistributedDataParallel(linear(10, 200 + 300 * pg.rank), pg)
+        pg.barrier()
+
+    run_groups(2, body, transport="shm")
+
+
 def test_settings_that_decide_what_is_sent_must_be_the_same():
     def body(pg):
         with pytest.raises(UsageError) as caught:
