@@ -29,7 +29,6 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -37,7 +36,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from minddp import ring, rooted, shm
+from minddp import backends, ring
 from minddp.environment import Job, chosen_transport, from_environment
 from minddp.errors import (
     PeerError,
@@ -46,7 +45,7 @@ from minddp.errors import (
     UsageError,
     same_error,
 )
-from minddp.frame import HEADER_BYTES, Header, Kind
+from minddp.frame import Header, Kind
 from minddp.handshake import MAIL
 from minddp.mailbox import Mailbox
 from minddp.net import Deadline, RingLinks
@@ -63,7 +62,6 @@ from minddp.rendezvous import Rendezvous
 from minddp.work import Work, WorkQueue
 
 Array = np.ndarray[Any, Any]
-Algorithm = Callable[[ring.Links, Array, Header, Deadline], None]
 
 open_groups: list["ProcessGroup"] = []
 
@@ -120,7 +118,7 @@ class ProcessGroup:
         self.ranks = list(range(job.world_size))  # in the world; `split` has others
         self._legend = ""  # says so in errors
         self.timeout = timeout
-        self._sequence = self._messages = 0
+        self._sequence = 0
         self._failure: PeerError | None = None
         self._closed = ""  # why, once it is
         # Reentrant for the sake of signal handlers, which may call `close`.
@@ -129,7 +127,7 @@ class ProcessGroup:
         self._queue = WorkQueue()
         self._mailbox: Mailbox | None = None  # from the first message on
         self._links: RingLinks | None = None
-        self._memory: shm.Memory | None = None  # of all ranks, if it is shared
+        self._backend: backends.Backend | None = None
         if self.world_size > 1:
             self._meet(job, deadline)
         open_groups.append(self)
@@ -139,8 +137,7 @@ class ProcessGroup:
         self._control, self._alarm = rendezvous.control, rendezvous.alarm
         try:
             self._links = rendezvous.meet()
-            if self._wish != "tcp":
-                self._share_memory(self._links)
+            self._backend = self._choose_backend(self._links)
         except BaseException:
             rendezvous.abandon()
             if self._links:
@@ -151,10 +148,10 @@ class ProcessGroup:
         assert rendezvous.control.table, "it was waited for"
         self._hosts = [host for host, _ in rendezvous.control.table]
 
-    def _share_memory(self, links: RingLinks) -> None:
+    def _choose_backend(self, links: RingLinks) -> backends.Backend:
         deadline = Deadline(self.timeout)
         try:
-            self._memory = shm.meet(links, self._alarm, deadline, self._wish == "shm")
+            backend = backends.meet(self._wish, links, self._alarm, deadline)
         except PeerError as error:
             raise self._control.accuse(error) from error.__cause__
         except UsageError:  # all ranks raise it
@@ -164,11 +161,12 @@ class ProcessGroup:
             self._control.accuse(PeerLost(text, self.rank))
             raise
         links.bytes_sent = links.bytes_received = 0
+        return backend
 
     @property
     def transport(self) -> str:
         """What carries collectives: "tcp" or "shm"; "tcp" in a world of one."""
-        return "shm" if self._memory else "tcp"
+        return self._backend.name if self._backend else "tcp"
 
     @property
     def closed(self) -> bool:
@@ -196,7 +194,7 @@ class ProcessGroup:
         """
         check_reduction("all_reduce", array, op)
         return self._collective(
-            ring.all_reduce, array, reduce=op, bucket=bucket, async_op=async_op
+            "all_reduce", array, reduce=op, bucket=bucket, async_op=async_op
         )
 
     def reduce_scatter(self, array: Array, op: str = "sum") -> Array:
@@ -209,7 +207,7 @@ class ProcessGroup:
         Raises: as all_reduce.
         """
         check_reduction("reduce_scatter", array, op)
-        self._collective(ring.reduce_scatter, array, reduce=op)
+        self._collective("reduce_scatter", array, reduce=op)
         return native_flat(array)[ring.chunk(array.size, self.world_size, self.rank)]
 
     def all_gather(self, array: Array, async_op: bool = False) -> Work:
@@ -219,7 +217,7 @@ class ProcessGroup:
 
         Raises: as all_reduce.
         """
-        return self._collective(ring.all_gather, array, async_op=async_op)
+        return self._collective("all_gather", array, async_op=async_op)
 
     def all_gather_rows(self, row: Any) -> Array:
         """A table with what every rank has given, (world_size, *shape of row).
@@ -237,7 +235,7 @@ class ProcessGroup:
     def broadcast(self, array: Array, root: int = 0, async_op: bool = False) -> Work:
         """`array` becomes the root's, bit for bit. Raises: as all_reduce."""
         root = whole("broadcast from root", root, 0, self.world_size - 1)
-        return self._collective(ring.broadcast, array, root=root, async_op=async_op)
+        return self._collective("broadcast", array, root=root, async_op=async_op)
 
     def reduce(
         self, array: Array, root: int = 0, op: str = "sum", async_op: bool = False
@@ -249,7 +247,7 @@ class ProcessGroup:
         check_reduction("reduce", array, op)
         root = whole("reduce to root", root, 0, self.world_size - 1)
         return self._collective(
-            rooted.reduce, array, reduce=op, root=root, async_op=async_op
+            "reduce", array, reduce=op, root=root, async_op=async_op
         )
 
     def gather(self, array: Array, root: int = 0, async_op: bool = False) -> Work:
@@ -259,7 +257,7 @@ class ProcessGroup:
         not written to. Raises: as all_reduce.
         """
         root = whole("gather to root", root, 0, self.world_size - 1)
-        return self._collective(rooted.gather, array, root=root, async_op=async_op)
+        return self._collective("gather", array, root=root, async_op=async_op)
 
     def scatter(self, array: Array, root: int = 0, async_op: bool = False) -> Work:
         """Every rank gets its chunk of the root's flattened `array` into its own.
@@ -267,7 +265,7 @@ class ProcessGroup:
         What is written is that chunk only. Undoes `gather`. Raises: as all_reduce.
         """
         root = whole("scatter from root", root, 0, self.world_size - 1)
-        return self._collective(rooted.scatter, array, root=root, async_op=async_op)
+        return self._collective("scatter", array, root=root, async_op=async_op)
 
     def all_to_all(self, array: Array, async_op: bool = False) -> Work:
         """Chunk k of rank r and chunk r of rank k change places, for all k and r.
@@ -281,7 +279,7 @@ class ProcessGroup:
                 f"all_to_all of {array.size} elements: the size must be a multiple of "
                 f"the {self.world_size} ranks, so that all chunks are alike"
             )
-        return self._collective(rooted.all_to_all, array, async_op=async_op)
+        return self._collective("all_to_all", array, async_op=async_op)
 
     def zeros(self, count: int, dtype: Any = np.float32) -> Array:
         """A 1-D array of zeros that is made for `all_reduce`; all ranks call it alike.
@@ -292,9 +290,9 @@ class ProcessGroup:
         Raises: UsageError; PeerError.
         """
         count = whole("zeros: count", count, 0, 2**62)
-        if self._memory is None:
+        if self._backend is None:
             return np.zeros(count, dtype)
-        return shm.shared_zeros(self._memory, count, dtype, self.all_gather_rows)
+        return self._backend.zeros(count, dtype, self.all_gather_rows)
 
     def broadcast_object(self, content: Any = None, root: int = 0) -> Any:
         """What the root has given, on all ranks: anything that JSON can say.
@@ -320,7 +318,7 @@ class ProcessGroup:
     def barrier(self, async_op: bool = False) -> Work:
         """Returns when all ranks have entered. Raises: PeerError."""
         one = np.ones(1, np.uint8)
-        return self._collective(ring.barrier, one, reduce="sum", async_op=async_op)
+        return self._collective("barrier", one, reduce="sum", async_op=async_op)
 
     # ---- Messages ----
 
@@ -436,22 +434,18 @@ class ProcessGroup:
         control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
         headers are not counted.
         """
-        links, mail = self._links, self._mailbox
-        ring_moves = links and not self._memory
+        mail, nothing = self._mailbox, dict.fromkeys(backends.NOTHING_SENT, 0)
         return {
             "collectives": self._sequence,
-            "messages": self._messages,
-            "bytes_sent": links.bytes_sent if links else 0,
-            "bytes_received": links.bytes_received if links else 0,
-            "header_bytes": HEADER_BYTES * self._sequence if ring_moves else 0,
+            **(self._backend.stats() if self._backend else nothing),
             "mail_bytes_sent": mail.bytes_moved(sends=True) if mail else 0,
             "mail_bytes_received": mail.bytes_moved(sends=False) if mail else 0,
-            "control_bytes_sent": self._control.bytes_sent if links else 0,
+            "control_bytes_sent": self._control.bytes_sent if self._links else 0,
         }
 
     def _collective(
         self,
-        algorithm: Algorithm,
+        op: str,
         array: Array,
         reduce: str = "",
         root: int = 0,
@@ -463,7 +457,6 @@ class ProcessGroup:
         Here, if it may be waited for and nothing else is under way: handing it to the
         other thread and back would double the latency of a small array.
         """
-        op = algorithm.__name__
         check_array(op, array)
         flat = native_flat(array)
         bucket = whole(f"{op} for bucket", bucket, -1, 2**15 - 1)
@@ -473,7 +466,7 @@ class ProcessGroup:
             dtype = wire_name(flat.dtype)
             what = op, reduce, dtype, root, bucket, flat.size, flat.nbytes
             call = Header(Kind.DATA, self._sequence, *what)
-            work = Work(call, partial(self._perform, algorithm, call, flat, array))
+            work = Work(call, partial(self._perform, call, flat, array))
             if async_op or not self._queue.idle:
                 self._queue.submit(work)
             else:
@@ -482,25 +475,17 @@ class ProcessGroup:
             work.wait()
         return work
 
-    def _perform(
-        self, algorithm: Algorithm, call: Header, flat: Array, array: Array
-    ) -> None:
+    def _perform(self, call: Header, flat: Array, array: Array) -> None:
         """Run a collective and bring its result home into the caller's array."""
-        if self._links:
+        if self._backend:
             self._performer = threading.get_ident()
             try:
                 self._enter(call)
-                deadline = Deadline(self.timeout)
-                if self._memory:
-                    shm.COLLECTIVES[call.op](self._memory, flat, call, deadline)
-                else:
-                    algorithm(self._links, flat, call, deadline)
+                self._backend.perform(call, flat, Deadline(self.timeout))
             except BaseException as error:
                 self._fail(error, f"in {call}")
             finally:
                 self._performer = None
-            if not self._memory:
-                self._messages += count_messages(call, self.rank, self.world_size)
         bring_home(flat, array)
 
     # ---- Failing and leaving ----
@@ -608,8 +593,8 @@ class ProcessGroup:
                 self._control.leave()
                 self._links.close()
                 self._alarm.close()
-            if self._memory:
-                self._memory.close()
+            if self._backend:
+                self._backend.close()
 
     def __deepcopy__(self, memo: Any) -> "ProcessGroup":
         """Itself: a copy of a model that holds its group still belongs to it."""
@@ -654,15 +639,9 @@ def _forget_groups() -> None:
                 group._mailbox.forget()
             group._control.forget()
             group._alarm.close()
-            if group._memory:
-                group._memory.close()
+            if group._backend:
+                group._backend.close()
     open_groups.clear()
 
 
 os.register_at_fork(after_in_child=_forget_groups)
-
-
-def count_messages(call: Header, r: int, n: int) -> int:
-    """The ring steps in which rank r sends: one for each chunk its right neighbour
-    gets."""
-    return len(ring.arrivals(call, (r + 1) % n, n))

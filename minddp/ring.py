@@ -54,14 +54,14 @@ rings at once. Collectives with a root are in rooted.py.
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from minddp.bfloat16 import add_bfloat16
 from minddp.errors import PeerError, PeerLost, PeerMismatch, PeerTimeout
-from minddp.frame import HEADER_BYTES, FrameError, Header
+from minddp.frame import HEADER_BYTES, FrameError, Header, Kind
 from minddp.net import Deadline
 
 Array = np.ndarray[Any, Any]
@@ -341,6 +341,19 @@ def barrier(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     `x` is one element, of no other use.
     """
     all_reduce(links, x, call, deadline)
+
+
+def rows_of_all(links: Links, row: Sequence[int], deadline: Deadline) -> Array:
+    """A table of what every rank has given, int64 (world size, len(row)).
+
+    For ranks that have just met: no user has called it, so it has no number.
+    """
+    table = np.zeros((links.world_size, len(row)), np.int64)
+    table[links.rank] = row
+    flat = table.reshape(-1)
+    what = "all_gather", "", "int64", 0, -1, flat.size, flat.nbytes
+    all_gather(links, flat, Header(Kind.DATA, 0, *what), deadline)
+    return table
 
 
 # ---- What a rank expects, and what to say when it does not come ----

@@ -98,7 +98,7 @@ import numpy as np
 
 from minddp import ring
 from minddp.errors import PeerTimeout, UsageError
-from minddp.frame import HEADER_BYTES, Header, Kind
+from minddp.frame import HEADER_BYTES, Header
 from minddp.net import Alarm, Deadline
 from minddp.ring import chunk, combiner, mismatch
 
@@ -325,7 +325,7 @@ def meet(
             own.callback(os.close, bell)
             others.callback(os.close, my_bell)
         row = os.getpid(), file, bell, name, insist
-        table = rows_of_all(links, row, deadline)
+        table = ring.rows_of_all(links, row, deadline)
         maps: list[mmap.mmap] = []
         bells: list[int] = []
         why = ""
@@ -338,7 +338,7 @@ def meet(
         except (OSError, ValueError) as exc:
             why = f" ({exc})"
         # Behind it, all have opened what they could.
-        reached = rows_of_all(links, [len(bells)], deadline)[:, 0]
+        reached = ring.rows_of_all(links, [len(bells)], deadline)[:, 0]
         if (reached == n).all():
             others.pop_all()
             return Memory(r, maps, bells, my_bell, alarm)
@@ -350,16 +350,6 @@ def meet(
             "one pid namespace, of one user. transport='auto' takes TCP instead."
         )
     return None
-
-
-def rows_of_all(links: ring.Links, row: Sequence[int], deadline: Deadline) -> Array:
-    """A table of what every rank has given. Has no number: no user has called it."""
-    table = np.zeros((links.world_size, len(row)), np.int64)
-    table[links.rank] = row
-    flat = table.reshape(-1)
-    what = "all_gather", "", "int64", 0, -1, flat.size, flat.nbytes
-    ring.all_gather(links, flat, Header(Kind.DATA, 0, *what), deadline)
-    return table
 
 
 def make_file(name: int, nbytes: int) -> int:

@@ -15,7 +15,8 @@ COMPUTE = [
 ]
 COMMUNICATE = [
     *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "mailbox", "rooted", "shm", "payload"),
+    *("rendezvous", "ring", "work", "mailbox", "rooted", "shm", "backends"),
+    "payload",
     *("group", "distributed"),
 ]
 MEET = [
@@ -32,20 +33,31 @@ ORDERS = [
     GROUND + COMPUTE + MEET + AROUND,
     GROUND + COMMUNICATE + MEET + AROUND,
 ]
+PACKAGES = ("minddp", "minddp.backends")
 RUNS_CODE = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 
 
 def modules():
-    return sorted(path.stem for path in PACKAGE.glob("*.py"))
+    """Dotted names below minddp; a package goes by its own, as "backends"."""
+    paths = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    names = [".".join(path.with_suffix("").parts) for path in paths]
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def source(module):
+    path = PACKAGE.joinpath(*module.split("."))
+    return (
+        path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    ).read_text()
 
 
 def imports(module):
     """The dotted names that a module imports, anywhere in its text."""
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+    for node in ast.walk(ast.parse(source(module))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "minddp":
-            yield from (f"minddp.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module in PACKAGES:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports relatively"
             yield node.module
@@ -54,7 +66,8 @@ def imports(module):
 def own_imports(module):
     for name in imports(module):
         if name.startswith("minddp."):
-            yield name.split(".")[1]
+            inner = name.removeprefix("minddp.")
+            yield inner if inner in modules() else inner.split(".")[0]
 
 
 def test_every_module_has_its_place():
@@ -82,7 +95,7 @@ def test_only_device_knows_cupy():
     users = [
         module
         for module in modules()
-        if "cupy" in (PACKAGE / f"{module}.py").read_text()
+        if "cupy" in source(module)
         and any(name.split(".")[0] in ("cupy", "cupyx") for name in imports(module))
     ]
     assert users in ([], ["device"])
@@ -90,7 +103,7 @@ def test_only_device_knows_cupy():
 
 @pytest.mark.parametrize("module", modules())
 def test_nothing_that_is_received_or_read_can_run_code(module):
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    tree = ast.parse(source(module))
     assert not RUNS_CODE & {name.split(".")[0] for name in imports(module)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -104,7 +117,7 @@ def test_nothing_that_is_received_or_read_can_run_code(module):
 
 @pytest.mark.parametrize("module", modules())
 def test_every_module_opens_with_its_lesson(module):
-    text = ast.get_docstring(ast.parse((PACKAGE / f"{module}.py").read_text()))
+    text = ast.get_docstring(ast.parse(source(module)))
     assert text, f"{module}.py has no docstring"
     lesson = module not in ("__init__", "__main__", "progress")
     assert not lesson or ("In PyTorch" in text and "Left out" in text)

@@ -36,6 +36,7 @@ PARTS = {
         *(
             "rooted",
             "shm",
+            "backends",
             "mailbox",
             "distributed",
             "bfloat16",
@@ -96,12 +97,15 @@ def table() -> str:
     for part, names in PARTS.items():
         counted = {}
         for name in names:
-            source = (ROOT / "minddp" / f"{name}.py").read_text()
-            counted[name] = (*count(source), first_line(source))
+            path = ROOT / "minddp" / name
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            source = path.read_text()
+            label = str(path.relative_to(ROOT / "minddp"))
+            counted[label] = (*count(source), first_line(source))
         code, prose = (sum(row[i] for row in counted.values()) for i in (0, 1))
         rows.append(f"| **{part}** | **{code:,}** | **{prose:,}** | |")
         for name, (code, prose, what) in counted.items():
-            rows.append(f"| `{name}.py` | {code} | {prose} | {what} |")
+            rows.append(f"| `{name}` | {code} | {prose} | {what} |")
     return "\n".join(rows)
 
 
