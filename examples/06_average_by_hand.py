@@ -5,7 +5,7 @@
 The last lines it prints:
 
     [rank 0] loss 0.17 after 48 steps
-    [rank 0] a step took 8 messages, and the network slept during backward
+    [rank 0] a step took 5 messages, and the network slept during backward
 """
 
 import minddp

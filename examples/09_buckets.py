@@ -5,7 +5,7 @@
 Small buckets, so that this small model has two. The last lines it prints:
 
     [rank 0] loss 0.17 after 48 steps
-    [rank 0] a step took 4 messages, sent while backward ran
+    [rank 0] a step took 3 messages, sent while backward ran
 """
 
 import minddp

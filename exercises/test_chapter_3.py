@@ -33,16 +33,16 @@ def test_root(answer, n, length):
             assert sent <= 8 * length + HEADER_BYTES
 
 
-def test_swap(answer):
-    """swap_all_reduce gives both ranks the bits of x0 + x1, in one exchange."""
-    draw = np.random.default_rng(0)
-    x0, x1 = draw.standard_normal((2, 501)).astype(np.float32)
+@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("length", [0, 1, 100])
+def test_scan(answer, n, length):
+    """scan leaves the sum of ranks 0 to r on rank r, and nobody sends more than x."""
 
     def body(links):
-        x = (x0, x1)[links.rank].copy()
+        x = np.arange(length) + 1000.0 * links.rank
         answer(links, x, call(x), Deadline(5))
-        return x.tobytes(), links.bytes_sent
+        return x.tolist(), links.bytes_sent
 
-    for bits, sent in run_ranks(2, body):
-        assert bits == (x0 + x1).tobytes()
-        assert x0.nbytes <= sent <= x0.nbytes + HEADER_BYTES
+    for r, (x, sent) in enumerate(run_ranks(n, body)):
+        assert x == [(r + 1) * i + 1000.0 * r * (r + 1) / 2 for i in range(length)]
+        assert sent <= (8 * length if r < n - 1 else 0) + HEADER_BYTES

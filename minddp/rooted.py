@@ -39,6 +39,7 @@ from minddp.ring import (
     as_bytes,
     chunk,
     combiner,
+    fill,
     run_collective,
     segments,
 )
@@ -120,12 +121,3 @@ def all_to_all(links: Links, x: Array, call: Header, deadline: Deadline) -> None
                 yield from fill(np.empty_like(mine), ready)
 
     run_collective(links, ready, script(), call, deadline)
-
-
-def fill(x: Array, ready: deque[Bytes] | None = None) -> Script:
-    """Receive into x, segment by segment, and pass each on if there is `ready`."""
-    for part in segments(slice(0, len(x)), x.itemsize):
-        segment = as_bytes(x[part])
-        yield segment
-        if ready is not None:
-            ready.append(segment)

@@ -34,7 +34,8 @@ class Work:
     def __init__(self, call: Header, perform: Callable[[], None] = lambda: None):
         self.call = call
         self._perform: Callable[[], None] | None = perform
-        self._ended = threading.Event()
+        self._under_way = threading.Lock()  # held until it has ended: a light Event
+        self._under_way.acquire()
         self._error: BaseException | None = None
         self.queue: WorkQueue | None = None  # in which it waits for its turn
         self.busy_ns = 0  # how long it was under way here, waiting for others included
@@ -55,11 +56,11 @@ class Work:
         """It has ended, with this error if there is one."""
         self._error = error
         self._perform = None  # lets go of the arrays
-        self._ended.set()
+        self._under_way.release()
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""
-        return self._ended.is_set()
+        return not self._under_way.locked()
 
     def exception(self) -> BaseException | None:
         """The error with which it ended; None while it goes on, or if it did well."""
@@ -72,7 +73,8 @@ class Work:
         """
         if self.queue:
             self.queue.help(self)
-        self._ended.wait()
+        with self._under_way:
+            pass
         error = self._error
         if isinstance(error, PeerError):
             raise same_error(error) from error.__cause__

@@ -227,7 +227,7 @@ def test_who_waits_for_a_stopped_rank_sleeps():
     for result in results:
         start, end = result.facts["waiting"], result.raised
         assert end["at"] - start["at"] > 0.9 * TIMEOUT
-        assert end["cpu"] - start["cpu"] < 0.1 * (end["at"] - start["at"])
+        assert end["cpu"] - start["cpu"] < 0.05 * (end["at"] - start["at"])
 
 
 def test_a_rank_that_is_slow_but_moves_within_the_timeout_is_not_given_up():

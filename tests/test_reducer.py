@@ -189,11 +189,11 @@ def test_a_layers_gradient_is_computed_in_its_bucket_and_never_copied():
 
 def test_many_small_parameters_cost_as_many_messages_as_there_are_buckets():
     def body(pg):
-        m = nn.Sequential(*(nn.Linear(3, 3) for _ in range(100)))
+        m = nn.Sequential(*(nn.Linear(8, 8) for _ in range(100)))
         ddp = DistributedDataParallel(m, pg)
-        ddp(np.ones((2, 3), np.float32)).sum().backward()
+        ddp(np.ones((2, 8), np.float32)).sum().backward()
         before = pg.stats()["messages"]
-        ddp(np.ones((2, 3), np.float32)).sum().backward()
+        ddp(np.ones((2, 8), np.float32)).sum().backward()
         return pg.stats()["messages"] - before, len(ddp.buckets)
 
     assert run_groups(3, body) == [(4, 1)] * 3  # 2 (n-1), once

@@ -52,8 +52,17 @@ def on_revealing_arrays(n, op, length, **settings):
 
 
 @pytest.fixture
-def short_segments(monkeypatch):
+def in_chunks(monkeypatch):
+    """However small an array is, its chunks travel, in short segments."""
     monkeypatch.setattr(ring, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(ring, "SMALL_BYTES", 0)
+
+
+@pytest.fixture(params=["in chunks", "whole"])
+def either_way(request, monkeypatch):
+    """Both algorithms of all_reduce."""
+    monkeypatch.setattr(ring, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(ring, "SMALL_BYTES", 10_000 * (request.param == "whole"))
 
 
 # ---- Plans ----
@@ -81,13 +90,22 @@ def test_segments_cut_a_chunk_into_pieces_of_the_segment_size(monkeypatch):
     assert list(ring.segments(slice(3, 3), itemsize=4)) == []
 
 
-def test_what_rank_0_of_4_receives_in_each_step():
+def test_what_rank_0_of_4_receives_in_each_step(in_chunks):
     x = np.zeros(10, np.float32)
     assert ring.arrivals(call("all_reduce", x), 0, 4) == [8, 12, 12, 8, 8, 12]
     assert ring.arrivals(call("reduce_scatter", x), 0, 4) == [8, 12, 12]
     assert ring.arrivals(call("all_gather", x), 0, 4) == [8, 8, 12]
     assert ring.arrivals(call("broadcast", x, root=0), 0, 4) == []
     assert ring.arrivals(call("broadcast", x, root=1), 0, 4) == [40]
+
+
+def test_a_small_array_comes_whole_in_half_as_many_steps():
+    x = np.zeros(ring.SMALL_BYTES // 4 + 1, np.float32)
+    small = call("all_reduce", x[1:])
+    assert ring.arrivals(small, 0, 4) == [ring.SMALL_BYTES] * 3
+    assert len(ring.arrivals(call("all_reduce", x), 0, 4)) == 6
+    assert ring.arrivals(call("barrier", np.ones(1, np.uint8)), 2, 5) == [1] * 4
+    assert len(ring.arrivals(call("reduce_scatter", x[1:]), 0, 4)) == 3
 
 
 # ---- Who owns what ----
@@ -111,7 +129,7 @@ def test_after_reduce_scatter_rank_r_owns_chunk_r(op):
 
 @pytest.mark.parametrize("op", ["all_gather", "all_gather_stepwise"])
 @pytest.mark.parametrize("n", WORLDS)
-def test_all_gather_brings_chunk_k_of_rank_k_to_everyone(op, n, short_segments):
+def test_all_gather_brings_chunk_k_of_rank_k_to_everyone(op, n, in_chunks):
     for length in sizes(n):
         expected = np.concatenate(
             [revealing(k, length)[ring.chunk(length, n, k)] for k in range(n)]
@@ -122,7 +140,7 @@ def test_all_gather_brings_chunk_k_of_rank_k_to_everyone(op, n, short_segments):
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_reduce_stepwise"])
 @pytest.mark.parametrize("n", WORLDS)
-def test_all_reduce_sums_arrays_of_any_length(op, n, short_segments):
+def test_all_reduce_sums_arrays_of_any_length(op, n, either_way):
     for length in sizes(n):
         expected = sum(revealing(r, length) for r in range(n))
         for x in on_revealing_arrays(n, op, length):
@@ -130,14 +148,14 @@ def test_all_reduce_sums_arrays_of_any_length(op, n, short_segments):
 
 
 @pytest.mark.parametrize("root", range(4))
-def test_broadcast_gives_everyone_the_roots_array(root, short_segments):
+def test_broadcast_gives_everyone_the_roots_array(root, in_chunks):
     for length in sizes(4):
         for x in on_revealing_arrays(4, "broadcast", length, root=root):
             assert x.tolist() == revealing(root, length).tolist()
 
 
 @pytest.mark.parametrize("n", WORLDS)
-def test_nobody_leaves_a_barrier_before_the_last_has_entered(n):
+def test_nobody_leaves_a_barrier_before_the_last_has_entered(n, either_way):
     entered = []
 
     def body(links):
@@ -177,7 +195,7 @@ def random_arrays(n, length, dtype=np.float32):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # float16 overflows on purpose
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("n", WORLDS)
-def test_sums_have_the_bits_of_the_rotated_order_on_all_ranks(n, dtype, short_segments):
+def test_sums_have_the_bits_of_the_rotated_order_on_all_ranks(n, dtype, either_way):
     arrays = random_arrays(n, 501, dtype)
     expected = in_ring_order(arrays)
     for x in run_ranks(
@@ -186,7 +204,7 @@ def test_sums_have_the_bits_of_the_rotated_order_on_all_ranks(n, dtype, short_se
         assert x.tobytes() == expected.tobytes()
 
 
-def test_with_two_ranks_the_bits_are_those_of_x0_plus_x1(short_segments):
+def test_with_two_ranks_the_bits_are_those_of_x0_plus_x1(either_way):
     x0, x1 = random_arrays(2, 501)
     for x in run_ranks(
         2, lambda links: perform(links, "all_reduce", [x0, x1][links.rank].copy())
@@ -195,7 +213,7 @@ def test_with_two_ranks_the_bits_are_those_of_x0_plus_x1(short_segments):
 
 
 @pytest.mark.parametrize("n", WORLDS)
-def test_the_pipelined_ring_gives_the_bits_of_the_stepwise_one(n, short_segments):
+def test_the_pipelined_ring_gives_the_bits_of_the_stepwise_one(n, either_way):
     arrays = random_arrays(n, 333)
 
     def body(links):
@@ -209,7 +227,7 @@ def test_the_pipelined_ring_gives_the_bits_of_the_stepwise_one(n, short_segments
 
 @pytest.mark.parametrize("reduce", ["sum", "prod", "min", "max"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_reduction_of_every_dtype(reduce, dtype):
+def test_every_reduction_of_every_dtype(reduce, dtype, either_way):
     arrays = [np.array([1, 2, 3, 4, 5]).astype(dtype) + dtype(r) for r in range(3)]
     expected = in_ring_order(arrays, ring.COMBINE[reduce])
     for x in run_ranks(
@@ -219,7 +237,7 @@ def test_every_reduction_of_every_dtype(reduce, dtype):
         assert x.tolist() == expected.tolist()
 
 
-def test_an_average_is_divided_exactly_once(short_segments):
+def test_an_average_is_divided_exactly_once(either_way):
     for x in run_ranks(
         4,
         lambda links: perform(
@@ -241,7 +259,7 @@ def test_float16_overflows_alike_on_all_ranks():
 
 
 @pytest.mark.parametrize("n", WORLDS)
-def test_an_all_reduce_sends_2_n_minus_1_nths_of_the_bytes(n):
+def test_an_all_reduce_sends_2_n_minus_1_nths_of_the_bytes(n, in_chunks):
     length = 4 * 3 * 5 * 7  # divisible by every n here
 
     def body(links):
@@ -255,7 +273,7 @@ def test_an_all_reduce_sends_2_n_minus_1_nths_of_the_bytes(n):
 @pytest.mark.parametrize(
     "op", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 )
-def test_the_bytes_on_the_wire_are_those_of_the_plan(op):
+def test_the_bytes_on_the_wire_are_those_of_the_plan(op, either_way):
     for n in WORLDS:
         for length in sizes(n):
             header = call(op, np.zeros(length), root=1)
@@ -271,7 +289,7 @@ def test_the_bytes_on_the_wire_are_those_of_the_plan(op):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_short_reads_and_delays_change_nothing(seed, short_segments):
+def test_short_reads_and_delays_change_nothing(seed, either_way):
     for x in run_ranks(
         3,
         lambda links: perform(links, "all_reduce", revealing(links.rank, 200)),
@@ -293,7 +311,7 @@ def test_a_buffer_list_loses_exactly_the_bytes_that_were_sent():
 
 
 @pytest.mark.parametrize("cut_after", [0, 1, HEADER_BYTES, 100, 400, 600])
-def test_behind_a_broken_link_its_sender_is_named(cut_after):
+def test_behind_a_broken_link_its_sender_is_named(cut_after, either_way):
     with pytest.raises(PeerError) as caught:
         run_ranks(
             3,
@@ -307,7 +325,7 @@ def test_behind_a_broken_link_its_sender_is_named(cut_after):
     assert of_ranks[2].culprit == 1
 
 
-def test_an_error_says_how_far_the_collective_came():
+def test_an_error_says_how_far_the_collective_came(in_chunks):
     with pytest.raises(PeerError) as caught:
         run_ranks(
             2,

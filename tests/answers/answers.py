@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from minddp.handshake import Stranger
-from minddp.ring import as_bytes, exchange, run_collective
+from minddp.ring import as_bytes, run_collective
 from minddp.tensor_ops import Op
 
 
@@ -64,10 +64,20 @@ def reduce_to_root(links, x, call, deadline):
     run_collective(links, ready, script(), call, deadline)
 
 
-def swap_all_reduce(links, x, call, deadline):
-    received = np.empty_like(x)
-    exchange(links, x.copy(), received, call, deadline)
-    np.add(x, received, out=x)
+def scan(links, x, call, deadline):
+    """The sum walks from rank 0 to rank n-1, and each keeps what it passes on."""
+    first, last = links.rank == 0, links.rank == links.world_size - 1
+    ready = deque([as_bytes(x)] if first and x.size else [])
+
+    def script():
+        if not first and x.size:
+            received = np.empty_like(x)
+            yield as_bytes(received)
+            x[...] += received
+            if not last:
+                ready.append(as_bytes(x))
+
+    run_collective(links, ready, script(), call, deadline)
 
 
 def average_flat(parameters, pg):
