@@ -7,16 +7,19 @@ N      ?= 2
 BIN    := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format sizes bench clean
+.PHONY: help demo test gpu-check lint format sizes bench clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: .venv/viz  ## train the digits on N local processes and prove that the replicas agree
 	@$(BIN)/minddp run --nproc-per-node $(N) examples/demo.py
 
 test: .venv/dev  ## run all tests (under five minutes)
 	$(BIN)/python -m pytest $(if $(T),-k '$(T)')
+
+gpu-check: .venv/dev  ## the tests that need a GPU; install CuPy for your driver first
+	$(BIN)/python -m pytest -m gpu -rs tests/test_gpu.py
 
 lint: .venv/dev  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -30,9 +33,10 @@ format: .venv/dev  ## let ruff lay out the code
 sizes: .venv/dev  ## code and prose lines of every module
 	@$(BIN)/python tools/sizes.py
 
-bench: .venv/viz  ## time all-reduce and a training step on N local processes
+bench: .venv/viz  ## time all-reduce, a training step and a start of N local processes
 	@$(BIN)/minddp bench all-reduce --nproc-per-node $(N)
 	@$(BIN)/minddp bench step --nproc-per-node $(N)
+	@$(BIN)/minddp bench rendezvous --ranks $(N)
 
 clean:  ## remove the virtual environment and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

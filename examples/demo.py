@@ -106,21 +106,26 @@ with minddp.init_process_group() as pg:
         payload = after["bytes_sent"] - before["bytes_sent"] - headers
         predicted = predicted_bytes(replicas["float32"], steps, pg.rank)
         arrivals = 8 * len(list(replicas["float32"].parameters())) * (n > 1)
+        counted = pg.transport == "tcp"  # others than the ring move bytes unseen
         print(f"\n{n} processes, {steps} steps of {max(1, BATCH // n)} digits each\n")
         print(f"test accuracy               {correct:.4f}")
         for rank, row in enumerate(hashes["float32"]):
             print(f"parameters of rank {rank}        {row.tobytes().hex()[:16]}")
         print(f"against one process         {differences['float32']:.1e} in float32")
         print(f"  (largest difference)      {differences['float64']:.1e} in float64")
-        print(f"bytes sent by rank 0        {payload:,}")
-        print(f"  2 (n-1)/n * B * steps =   {predicted:,} of gradients")
-        print(f"  once, how they arrived    {arrivals:,}")
-        print(f"  headers besides           {headers:,}")
+        if counted:
+            print(f"bytes sent by rank 0        {payload:,}")
+            print(f"  2 (n-1)/n * B * steps =   {predicted:,} of gradients")
+            print(f"  once, how they arrived    {arrivals:,}")
+            print(f"  headers besides           {headers:,}")
+        else:
+            print(f"bytes sent by rank 0        not counted: carried by {pg.transport}")
         same = all(
             (row == table[0]).all() for table in hashes.values() for row in table
         )
         close = differences["float32"] < 1e-4 and differences["float64"] < 1e-10
-        good = same and close and payload == predicted + arrivals and correct >= 0.95
+        good = same and close and correct >= 0.95
+        good = good and (not counted or payload == predicted + arrivals)
         print("\n" + ("All as it should be." if good else "SOMETHING IS WRONG."))
         print("Read next: minddp/ring.py, how ranks add without a middleman.")
         if not good:

@@ -16,8 +16,9 @@ HELP = """\
 minddp: distributed data-parallel training, small enough to read
 
   minddp run -n 2 train.py ...    run a script as the ranks of one job
-  minddp bench all-reduce ...     time the ring's all-reduce
+  minddp bench all-reduce ...     time an all-reduce; so for the other collectives
   minddp bench step ...           time whole training steps
+  minddp bench rendezvous ...     time how n ranks start
 
   minddp COMMAND --help           the options of a command
   minddp --version

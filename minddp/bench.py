@@ -1,25 +1,28 @@
-"""`minddp bench`: how long a collective takes, and a whole training step.
+"""`minddp bench`: how long a collective takes, a training step, and a start.
 
     minddp bench all-reduce -n 2 --sizes 1KiB,1MiB,25MiB --json -
-    minddp bench step -n 2 --model bigmlp --bucket-cap-mb 0.1,1,25 --json -
+    minddp bench all-reduce -n 4 --compare gloo --plot ring.svg
+    minddp bench collectives -n 4                  all of them at a few sizes
+    minddp bench step -n 2 --model bigmlp --bucket-cap-mb 0.1,1,25
+    minddp bench rendezvous --ranks 2,8,16
 
-Each repetition starts after a barrier and is timed by rank 0's clock. The median is
-reported beside the minimum: on a machine with other work the minimum says what the code
-can do, the median what one gets.
+The command starts the ranks; rank 0 leaves rows in a file; the command shows them.
 
-all-reduce: in place, float32, sum; measured as nccl-tests does it.
+    bench.py --launch--> n ranks: worker --> bench_collectives | bench_step | ...
+        ^                                            |
+        '---- table, JSON, picture <---- rows -------'
 
-    algbw = bytes / time                  what the caller sees
-    busbw = algbw * 2 (n-1) / n           what every link carries; comparable for any n
+The median of all rounds is reported beside the minimum: on a machine with other work
+the minimum says what the code can do, the median what one gets. What is measured, and
+how, is said in bench_clock.py (turns), bench_collectives.py (bandwidths),
+bench_limits.py (the raw stream, the prediction), bench_gloo.py, bench_step.py and
+bench_rendezvous.py.
 
-step: everything between two batches; see bench_step.py.
+Rule.  What cannot be done is refused before a rank is started: it may take minutes.
 
-Rule.  A wrong result has no time: the sum is checked outside what is timed.
+In PyTorch: param_bench, and nccl-tests' all_reduce_perf.
 
-In PyTorch: param_bench, and nccl-tests' all_reduce_perf (see its PERFORMANCE.md for
-busbw).
-
-Left out: other collectives, plots.
+Left out: ranks on several machines, and those of MPI and NCCL: time your own script.
 """
 
 import argparse
@@ -29,25 +32,42 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from minddp.bench_collectives import COLLECTIVES, collective_rows
+from minddp.bench_gloo import check_compare
+from minddp.bench_limits import predict
+from minddp.bench_plot import check_file, plot
+from minddp.bench_rendezvous import rendezvous_row
 from minddp.bench_step import MODELS, WARM_UP_STEPS, step_rows, variants
+from minddp.bench_table import (
+    COLLECTIVE,
+    PROFILE,
+    RENDEZVOUS,
+    STEP,
+    UNITS,
+    as_table,
+)
 from minddp.buckets import BUCKET_CAP_MB
-from minddp.environment import THREAD_VARIABLES, TRANSPORTS
+from minddp.environment import THREAD_VARIABLES
 from minddp.errors import UsageError
-from minddp.group import ProcessGroup, init_process_group
+from minddp.group import init_process_group
 from minddp.launch import launch
-from minddp.progress import progress
 
 Row = dict[str, Any]
 
+OPS = {op.replace("_", "-"): [op] for op in COLLECTIVES}
+OPS["collectives"] = list(COLLECTIVES)
+SIZES = "1KiB,16KiB,256KiB,1MiB,4MiB,25MiB,100MiB"
+FEW_SIZES = "1KiB,1MiB,25MiB"
+RANKS = "2,8,16,32"
+TRANSPORTS = ("tcp", "shm", "auto")  # of arrays on the host, started by `launch`
+
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; starts n ranks of this module. Returns the exit code.
+    """The command line; starts the ranks of this module. Returns the exit code.
 
     Raises: UsageError before anything is started.
     """
@@ -55,142 +75,173 @@ def main(argv: Sequence[str]) -> int:
     if options.benchmark == "step":  # NumPy reads them once, when a rank imports it
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(options.threads)))
     # Rank 0 leaves its rows in a file: what it prints would get the launcher's tag.
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as file:
-        program = ["-m", "minddp.bench", file.name, *argv]
-        if exit_code := launch(program, options.nproc_per_node):
-            return exit_code
-        rows = [json.loads(line) for line in file]
-    if options.json != "-":
-        print(as_table(rows, COLUMNS[options.benchmark]))
-        for profile in [row["profile"] for row in rows if "profile" in row]:
-            print("\n" + as_table(profile, COLUMNS["profile"]))
-    write_json(rows, options.json)
+    with tempfile.TemporaryDirectory(prefix="minddp-bench-") as folder:
+        for n in options.ranks:
+            start = [folder, str(time.monotonic())]
+            if exit_code := launch(["-m", "minddp.bench", *start, *argv], n):
+                return exit_code
+        rows = [json.loads(line) for line in rows_file(folder).read_text().splitlines()]
+    show(rows, options)
     return 0
 
 
-def worker(path: str, argv: Sequence[str]) -> None:
-    """One rank of the bench, with main's arguments; rank 0 writes the rows."""
+def worker(folder: str, started: float, argv: Sequence[str]) -> None:
+    """One rank of the bench, with main's arguments; rank 0 adds rows to the file.
+
+    started: when the command was, by time.monotonic.
+    """
+    imported = time.monotonic()
     options = parse(argv)
-    measure = all_reduce_rows if options.benchmark == "all-reduce" else step_rows
+    options.store = str(Path(folder, "gloo"))
     with init_process_group(transport=options.transport) as pg:
-        rows = list(measure(pg, options))
+        rows: Iterable[Row]
+        if options.benchmark == "rendezvous":
+            rows = [rendezvous_row(pg, started, imported, time.monotonic())]
+        else:
+            measure = step_rows if options.benchmark == "step" else collective_rows
+            rows = list(measure(pg, options))
         if pg.rank == 0:
-            write_json(rows, path)
+            with rows_file(folder).open("a") as file:
+                file.write(as_json(rows))
 
 
-# ---- all-reduce ----
-
-SIZES = "1KiB,16KiB,256KiB,1MiB,4MiB,25MiB,100MiB"
-UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-WARM_UP = 3  # repetitions that do not count
-
-
-def parse_size(text: str) -> int:
-    """The bytes in a text like "25MiB" or "1024". Raises: UsageError."""
-    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)?", text.strip())
-    if not match:
-        raise UsageError(f"{text!r} is no size; write 1024, 16KiB, 25MiB or 1GiB")
-    return int(match[1]) * UNITS[match[2] or "B"]
-
-
-def repetitions(nbytes: int) -> int:
-    """More for small arrays, within about 200 MB and between 5 and 300."""
-    return max(5, min(300, int(2e8 / (nbytes + 100_000))))
-
-
-def all_reduce_rows(pg: ProcessGroup, options: argparse.Namespace) -> Iterator[Row]:
-    """One row for each size."""
-    for nbytes in progress(options.sizes, desc="sizes", show=pg.rank == 0):
-        yield result(pg, nbytes, time_all_reduce(pg, nbytes))
-
-
-def time_all_reduce(pg: ProcessGroup, nbytes: int) -> list[float]:
-    """The seconds of each repetition on this rank, sorted."""
-    x = np.ones(max(1, nbytes // 4), np.float32)
-    seconds = []
-    for _ in range(repetitions(nbytes) + WARM_UP):
-        x.fill(1)
-        pg.barrier()
-        start = time.perf_counter()
-        pg.all_reduce(x)
-        seconds.append(time.perf_counter() - start)
-        assert x[-1] == pg.world_size, "the sum is wrong"
-    return sorted(seconds[WARM_UP:])
-
-
-def result(pg: ProcessGroup, nbytes: int, seconds: list[float]) -> Row:
-    """One row: what `--json` prints."""
-    n = pg.world_size
-    median = seconds[len(seconds) // 2]
-    return {
-        "op": "all_reduce",
-        "world_size": n,
-        "transport": pg.transport,
-        "bytes": nbytes,
-        "median_us": round(median * 1e6, 1),
-        "min_us": round(seconds[0] * 1e6, 1),
-        "algbw_GBps": round(nbytes / median / 1e9, 3),
-        "busbw_GBps": round(nbytes / median * 2 * (n - 1) / n / 1e9, 3),
-    }
+def rows_file(folder: str) -> Path:
+    return Path(folder, "rows.jsonl")
 
 
 # ---- What comes out ----
 
-COLUMNS = {
-    "all-reduce": ("bytes", "median_us", "min_us", "algbw_GBps", "busbw_GBps"),
-    "step": ("model", "bucket_cap_mb", "median_ms", "min_ms", "graph_mb", "peak_mb"),
-    "profile": ("op", "forward_ms", "backward_ms"),
-}
+
+def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """The rows as a table, as JSON and as a picture, as the options want them."""
+    model = predict(rows) if options.benchmark == "all-reduce" else None
+    if options.json == "-":
+        print(as_json(rows), end="")
+    else:
+        for line in report(rows, options, model):
+            print(line)
+    if options.json not in (None, "-"):
+        Path(options.json).write_text(as_json(rows))
+    if options.plot:
+        plot(rows, options.plot)
 
 
-def write_json(rows: Sequence[Row], path: str | None) -> None:
-    """One object a line into a file; "-" is standard output, None is nowhere."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    if path == "-":
-        print(text, end="")
-    elif path:
-        Path(path).write_text(text)
+def as_json(rows: Iterable[Row]) -> str:
+    """One object a line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def as_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """These columns of the rows, for people."""
-    table = [columns, *([cell(row[name]) for name in columns] for row in rows)]
-    return "\n".join(" ".join(f"{text:>13}" for text in line) for line in table)
-
-
-def cell(value: Any) -> str:
-    """12345 as 12,345, and None as -."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else f"{value:,}"
+def report(
+    rows: Sequence[Row], options: argparse.Namespace, model: object
+) -> Iterable[str]:
+    """The table, and what must be said about it."""
+    if options.benchmark == "step":
+        yield as_table(rows, STEP)
+        for profile in [row["profile"] for row in rows if "profile" in row]:
+            yield "\n" + as_table(profile, PROFILE)
+        return
+    if options.benchmark == "rendezvous":
+        yield as_table(rows, RENDEZVOUS)
+        return
+    ops, row = {row["op"] for row in rows}, rows[0]
+    what = row["op"] if len(ops) == 1 else "collectives"
+    network = f", emulated network ({row['netlab']})" if "netlab" in row else ""
+    yield f"{what}, {row['world_size']} ranks, {row['transport']}{network}, float32"
+    one_name = ("op",) if len(ops) == 1 else ()
+    yield as_table(rows, COLLECTIVE, hidden=one_name)
+    if model:
+        yield f"predicted = {model}"
+    if {row["bytes"] for row in rows} - {*options.sizes, 0}:
+        yield "Sizes were rounded up to 4 bytes; all-to-all's to 4 for each rank."
 
 
 # ---- The command line ----
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `sizes`, or `variants`, as lists. Raises: UsageError."""
+    """The options; `ranks` and `sizes` or `variants` as lists. Raises: UsageError."""
     options = _parser().parse_args(argv)
-    if options.benchmark == "all-reduce":
-        options.sizes = [parse_size(text) for text in options.sizes.split(",")]
+    name = options.benchmark
+    if name == "rendezvous":
+        options.ranks = parse_ranks(options.ranks)
         return options
+    options.ranks = [options.nproc_per_node]
+    if name == "step":
+        check_step(options)
+    else:
+        check_collectives(options)
+    return options
+
+
+def check_step(options: argparse.Namespace) -> None:
     for name in ("batch", "threads", "steps"):
         if vars(options)[name] < 1:
             raise UsageError(f"--{name} {vars(options)[name]}: at least 1 is needed")
     options.variants = variants(
         options.nproc_per_node, options.ddp, options.bucket_cap_mb
     )
-    return options
+
+
+def check_collectives(options: argparse.Namespace) -> None:
+    options.ops = list(OPS[options.benchmark])
+    options.sizes = [parse_size(text) for text in options.sizes.split(",")]
+    if options.nproc_per_node == 1 and "send" in options.ops:
+        options.ops.remove("send")  # there is nobody to send to
+        if not options.ops:
+            raise UsageError("send needs a rank to send to: -n 2 or more")
+    if options.plot:
+        check_file(options.plot)
+    if options.compare:
+        check_compare()
+
+
+def parse_size(text: str) -> int:
+    """The bytes in a text like "25MiB" or "1024". Raises: UsageError."""
+    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)?", text.strip())
+    if not match or not int(match[1]):
+        raise UsageError(f"{text!r} is no size; write 1024, 16KiB, 25MiB or 1GiB")
+    return int(match[1]) * UNITS[match[2] or "B"]
+
+
+def parse_ranks(text: str) -> list[int]:
+    """The numbers in a text like "2,8". Raises: UsageError."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise UsageError(f"--ranks {text!r}: numbers of ranks from 1 on, as in {RANKS}")
+    return [int(number) for number in text.split(",")]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="minddp bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(plot=None, compare=None)
     kinds = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
-    all_reduce = kinds.add_parser("all-reduce", help="the ring's all-reduce, by size")
-    _add_common(all_reduce)
-    all_reduce.add_argument("--sizes", default=SIZES, help=f"default: {SIZES}")
+    for name in OPS:
+        _add_collective(kinds, name)
+    _add_step(kinds)
+    _add_rendezvous(kinds)
+    return parser
+
+
+def _add_collective(kinds: Any, name: str) -> None:
+    helps = {"collectives": "all of these at a few sizes", "barrier": "how long"}
+    parser = kinds.add_parser(name, help=helps.get(name, "by size"))
+    _add_ranks(parser)
+    _add_common(parser)
+    sizes = FEW_SIZES if name == "collectives" else SIZES
+    if name == "barrier":  # nothing travels
+        parser.set_defaults(sizes=sizes)
+        return
+    parser.add_argument("--sizes", default=sizes, help=f"default: {sizes}")
+    text = "draw bus bandwidth over size: .png, .svg or .pdf"
+    parser.add_argument("--plot", metavar="FILE", help=text)
+    if name == "all-reduce":
+        text = "time PyTorch's gloo too, in the same run"
+        parser.add_argument("--compare", choices=["gloo"], help=text)
+
+
+def _add_step(kinds: Any) -> None:
     step = kinds.add_parser("step", help="a training step, by size of buckets")
+    _add_ranks(step)
     _add_common(step)
     step.add_argument("--model", choices=MODELS, default="mlp", help="default: mlp")
     for flag, default, text in (
@@ -207,14 +258,24 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--bucket-cap-mb", metavar="MIB", help=text)
     text = "also print the time of each kind of op"
     step.add_argument("--profile", action="store_true", help=text)
-    return parser
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_rendezvous(kinds: Any) -> None:
+    parser = kinds.add_parser("rendezvous", help="a start, by number of ranks")
+    text = f"numbers of ranks, all on this machine; default: {RANKS}"
+    flags = "--ranks", "--nproc-per-node", "-n"
+    parser.add_argument(*flags, default=RANKS, metavar="N,N", help=text)
+    _add_common(parser)
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
     text = "ranks, all on this machine; default: 2"
     parser.add_argument(
         *("--nproc-per-node", "-n"), type=int, default=2, metavar="N", help=text
     )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
     text = "what carries collectives; default: MINDDP_TRANSPORT, or tcp"
     parser.add_argument("--transport", choices=TRANSPORTS, help=text)
     parser.add_argument(
@@ -223,4 +284,4 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], sys.argv[2:])
+    worker(sys.argv[1], float(sys.argv[2]), sys.argv[3:])

@@ -52,6 +52,7 @@ from minddp import functional as F
 from minddp import nn
 from minddp import tensor_ops as ops
 from minddp.autograd import bytes_held
+from minddp.bench_clock import Trial, take_turns
 from minddp.buckets import BUCKET_CAP_MB
 from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from minddp.device import Array, generator, manual_seed
@@ -254,14 +255,9 @@ def time_steps(
     pg: ProcessGroup, steps: Sequence[Callable[[], None]], repetitions: int
 ) -> list[list[float]]:
     """The seconds of each repetition of each step, sorted; the steps take turns."""
-    seconds: list[list[float]] = [[] for _ in steps]
     rounds = range(WARM_UP_STEPS + repetitions)
-    for _ in progress(rounds, desc="steps", show=pg.rank == 0):
-        for step, times in zip(steps, seconds, strict=True):
-            pg.barrier()
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
+    shown = progress(rounds, desc="steps", show=pg.rank == 0)
+    seconds = take_turns(pg, [Trial(step) for step in steps], shown)
     return [sorted(times[WARM_UP_STEPS:]) for times in seconds]
 
 

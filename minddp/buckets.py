@@ -19,7 +19,8 @@ Rule 1.  The plan depends on sizes, dtypes, their order and the caps, which are 
          on all ranks. So is the plan.
 Rule 2.  A bucket closes *after* it has reached its cap: it may overshoot. A parameter
          that is larger than the cap closes the bucket that it falls into.
-Rule 3.  One dtype a bucket, as a flat array has one.
+Rule 3.  One dtype a bucket, as a flat array has one, and one kind of device: gradients
+         on a GPU have a flat array there.
 
 Worked example.  Sizes 4, 4, 2, 9 in the order in which gradients come, first cap 3, cap
 6:
@@ -35,7 +36,6 @@ own.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class Size:
     """What a plan needs to know of a parameter."""
 
     nbytes: int
-    dtype: str
+    dtype: str  # and where it is, if that differs from one to the other
 
 
 def plan(
@@ -87,13 +87,14 @@ class Bucket:
         index: int,
         parameters: Sequence[Parameter],
         as_view: bool = True,
-        zeros: Callable[[int, Any], Array] = np.zeros,
+        zeros: Callable[..., Array] = np.zeros,
     ):
         self.index, self.as_view = index, as_view
         self.parameters = list(parameters)
         sizes = [p.data.size for p in parameters]
         ends = np.cumsum([0, *sizes]).tolist()
-        self.flat: Array = zeros(ends[-1], parameters[0].dtype)
+        first = parameters[0]
+        self.flat: Array = zeros(ends[-1], first.dtype, like=first.data)
         self.views: list[Array] = [
             self.flat[start:end].reshape(p.shape)
             for p, start, end in zip(parameters, ends, ends[1:], strict=False)
@@ -133,7 +134,7 @@ class Bucket:
         if self.as_view:
             p.grad = Tensor(view)
         elif p.grad is None:
-            p.grad = Tensor(np.array(view))
+            p.grad = Tensor(view.copy())
         else:
             p.grad.data[...] = view
 

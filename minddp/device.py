@@ -7,7 +7,7 @@
 
 Rule 1.  Formulas ask an array for its library, `xp = array_module(x)`, and call
          `xp.exp` and so on: one text serves both.
-Rule 2.  CuPy is imported in this file only, and only once a GPU was asked for.
+Rule 2.  CuPy is imported here and in backends/nccl.py only, once a GPU was asked for.
 Rule 3.  Random numbers come from the host (`generator`). CuPy's stream depends on
          the model of the GPU, NumPy's does not: replicas on unlike machines, given
          one seed, start from one set of weights.

@@ -25,19 +25,23 @@ Worked example.  Ranks 1 and 2 of 3 add what they have; rank 0 looks on:
 
 In PyTorch: torch/distributed/distributed_c10d.py.
 
-Left out: `all_to_all`; stores; objects (they are pickled there). `backend` is accepted,
-whatever it is: there is one, called "tcp".
+Left out: `all_to_all`; stores; objects (they are pickled there). Of the names that
+`backend` may have, "mpi" is also one here, and "nccl" where there is a GPU and NCCL;
+with others MINDDP_TRANSPORT decides.
 """
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
+from minddp.backends import nccl
 from minddp.errors import UsageError
 from minddp.group import ProcessGroup, open_groups
 from minddp.group import init_process_group as make_group
+from minddp.payload import is_array, zeros_beside
 from minddp.work import Work
 
 
@@ -72,6 +76,9 @@ def init_process_group(
 ) -> None:
     """Meet all ranks, and keep the group as the default.
 
+    backend: "mpi" for MPI (backends/mpi.py); "nccl" for NCCL (backends/nccl.py) where
+    CuPy finds a GPU and NCCL, and MINDDP_TRANSPORT says nothing else; all others are
+    accepted, and change nothing.
     init_method: "env://" (the launcher's variables, the default) or "tcp://host:port".
     timeout: of a collective, in seconds or as a timedelta.
 
@@ -90,7 +97,15 @@ def init_process_group(
         master_addr=host,
         master_port=port,
         timeout=timeout.total_seconds() if isinstance(timeout, timedelta) else timeout,
+        transport=_transport(backend),
     )
+
+
+def _transport(backend: str | None) -> str | None:
+    """The transport that this name means; None leaves it to MINDDP_TRANSPORT."""
+    if backend == "nccl" and "MINDDP_TRANSPORT" not in os.environ and nccl.usable():
+        return "nccl"
+    return "mpi" if backend == "mpi" else None
 
 
 def _where(init_method: str | None) -> tuple[str | None, int | None]:
@@ -146,7 +161,10 @@ def destroy_process_group(group: Group = None) -> None:
 
 
 def get_backend(group: Group = None) -> str:
-    return "tcp"
+    """What carries the group's collectives, as "tcp" or "mpi"; "" if this rank is not
+    in it."""
+    member = _member(group)
+    return member.transport if member else ""
 
 
 def get_rank(group: Group = None) -> int:
@@ -236,7 +254,7 @@ def gather(
     rows: list[Any] = []
     if member.rank == root:
         rows = _rows("gather", gather_list or (), mine, member)
-    table = np.empty((member.world_size, *mine.shape), mine.dtype)
+    table = zeros_beside(mine, (member.world_size, *mine.shape), mine.dtype)
     table[member.rank] = mine
     member.gather(table, root)
     for x, row in zip(rows, table, strict=False):
@@ -253,7 +271,7 @@ def scatter(
     if not (member := _member(group)):
         return
     mine, root = _array(tensor), _place(member, src)
-    table = np.empty((member.world_size, *mine.shape), mine.dtype)
+    table = zeros_beside(mine, (member.world_size, *mine.shape), mine.dtype)
     if member.rank == root:
         rows = _rows("scatter", scatter_list or (), mine, member)
         table[...] = np.stack(rows)
@@ -332,7 +350,7 @@ def _member(group: Group) -> ProcessGroup | None:
 
 def _array(tensor: Any) -> Any:
     """The array of a Tensor; arrays as they are, and group.py refuses all else."""
-    return tensor if isinstance(tensor, np.ndarray) else getattr(tensor, "data", tensor)
+    return tensor if is_array(tensor) else getattr(tensor, "data", tensor)
 
 
 def _place(member: ProcessGroup, rank: int) -> int:

@@ -28,8 +28,11 @@ Worked example.  `RANK=1 WORLD_SIZE=2 MASTER_ADDR=[::1] python train.py` gives
     local_rank is 1, for a loopback address proves that all ranks share this machine.
 
 Besides, MINDDP_TOKEN is the secret that the ranks of a job share, MINDDP_JOB_ID the
-job's name, MINDDP_TRANSPORT what carries collectives (tcp, shm or auto), and
-MINDDP_LISTEN_FD the socket that `minddp run` has bound for rank 0.
+job's name, MINDDP_TRANSPORT what carries collectives (tcp, shm, nccl, mpi or auto), and
+MINDDP_LISTEN_FD the socket that `minddp run` has bound for rank 0. MINDDP_NETLAB slows
+the network down, in order to learn from it (netlab.py). MINDDP_HOSTID names the host
+that a rank is on, where the kernel's word is not the right one: ranks with the same one
+share memory, and one machine can pass for several hosts (hierarchy.py).
 
 In PyTorch: the `env://` rendezvous (torch/distributed/rendezvous.py).
 
@@ -88,6 +91,8 @@ class Job:
     job_id: str
     listen_fd: int | None
     launcher: str
+    world_ranks: tuple[int, ...] = ()  # of a sub-group: its ranks' numbers in the world
+    host_id: str = ""  # ranks with the same share a host; without one, the kernel knows
 
 
 def from_environment(
@@ -119,6 +124,7 @@ def from_environment(
         job_id=_job_id(env),
         listen_fd=_listen_fd(env) if r == 0 else None,
         launcher=launcher.name,
+        host_id=env.get("MINDDP_HOSTID", ""),
     )
 
 
@@ -138,7 +144,7 @@ def seat(
     )
 
 
-TRANSPORTS = ("tcp", "shm", "auto")
+TRANSPORTS = ("tcp", "shm", "auto", "nccl", "mpi")
 
 
 def chosen_transport(

@@ -72,10 +72,11 @@ class FrameError(Exception):
 
 
 class Kind(IntEnum):
-    """What a frame is for: DATA on ring links, MAIL on mail links, and on control links
-    all but DATA."""
+    """What a frame is for: DATA and GPU on ring links, MAIL on mail links, and on
+    control links all but DATA and GPU."""
 
     DATA = 1  # a collective starts; `nbytes` is the size of the array
+    GPU = 7  # as DATA, but the array goes by NCCL: of the ring it has the header only
     TABLE = 2  # rank 0 -> all: the address of every rank
     BEAT = 3  # a sign of life; `root` is the sender, `sequence` its latest collective
     ABORT = 4  # to rank 0: an accusation. From rank 0: the verdict
@@ -150,6 +151,7 @@ class Header:
         notes += [f"root {self.root}"] if self.op in ROOTED else []
         number = "tag" if self.op == "send" else "bucket"
         notes += [f"{number} {self.bucket}"] if self.bucket >= 0 else []
+        notes += ["on GPUs"] if self.kind == Kind.GPU else []
         return f"{what} of {self.count:,} {self.dtype}" + (
             f" ({', '.join(notes)})" if notes else ""
         )

@@ -21,7 +21,9 @@ Rule 3.  The result lands in the caller's array, whatever its strides. Reducing 
 
 In PyTorch: `c10d::ProcessGroup`; `torch.distributed.all_reduce` and its relatives.
 
-Left out: GPU arrays, which have to be copied to the host first.
+Left out: messages over NCCL. Arrays on a GPU are taken everywhere; but all back ends
+other than NCCL, and messages, copy them to the host and back (payload.py), which waits
+for the GPU.
 """
 
 import atexit
@@ -37,6 +39,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from minddp import backends, ring
+from minddp.backends import mpi
 from minddp.environment import Job, chosen_transport, from_environment
 from minddp.errors import (
     PeerError,
@@ -54,9 +57,12 @@ from minddp.payload import (
     check_array,
     check_reduction,
     native_flat,
+    on_gpu,
     positive_seconds,
+    staged,
     whole,
     wire_name,
+    zeros_beside,
 )
 from minddp.rendezvous import Rendezvous
 from minddp.work import Work, WorkQueue
@@ -84,19 +90,24 @@ def init_process_group(
     timeout: seconds that a collective may go without a byte moving.
     rendezvous_timeout: seconds to wait for all ranks to come.
     transport: what carries collectives, the same on all ranks: "tcp" (the default),
-    "shm", memory that all ranks of one host share (shm.py), or "auto", which is "shm"
-    if all ranks share a host and else "tcp". MINDDP_TRANSPORT sets it too.
+    "shm", memory that the ranks of a host share (shm.py), with TCP between hosts if
+    there are several (hierarchy.py), "auto", which is "shm" if any ranks share a host
+    and else "tcp", "mpi" (backends/mpi.py), or "nccl", for arrays on GPUs
+    (backends/nccl.py). MINDDP_TRANSPORT sets it too.
 
     Raises: UsageError (a setting is wrong, the port is taken, there is no memory to
     share), PeerTimeout (names the ranks that did not come).
     """
-    job = from_environment(
-        rank=rank,
-        world_size=world_size,
-        master_addr=master_addr,
-        master_port=master_port,
-    )
     transport = chosen_transport(given=transport)
+    if transport == "mpi" and not (master_addr or os.environ.get("MASTER_ADDR")):
+        job = mpi.found_job(rank, world_size, rendezvous_timeout)
+    else:
+        job = from_environment(
+            rank=rank,
+            world_size=world_size,
+            master_addr=master_addr,
+            master_port=master_port,
+        )
     return ProcessGroup(job, timeout, rendezvous_timeout, transport)
 
 
@@ -137,7 +148,7 @@ class ProcessGroup:
         self._control, self._alarm = rendezvous.control, rendezvous.alarm
         try:
             self._links = rendezvous.meet()
-            self._backend = self._choose_backend(self._links)
+            self._backend = self._choose_backend(self._links, rendezvous)
         except BaseException:
             rendezvous.abandon()
             if self._links:
@@ -148,10 +159,12 @@ class ProcessGroup:
         assert rendezvous.control.table, "it was waited for"
         self._hosts = [host for host, _ in rendezvous.control.table]
 
-    def _choose_backend(self, links: RingLinks) -> backends.Backend:
+    def _choose_backend(
+        self, links: RingLinks, rendezvous: Rendezvous
+    ) -> backends.Backend:
         deadline = Deadline(self.timeout)
         try:
-            backend = backends.meet(self._wish, links, self._alarm, deadline)
+            backend = backends.meet(self._wish, links, rendezvous, deadline)
         except PeerError as error:
             raise self._control.accuse(error) from error.__cause__
         except UsageError:  # all ranks raise it
@@ -165,8 +178,14 @@ class ProcessGroup:
 
     @property
     def transport(self) -> str:
-        """What carries collectives: "tcp" or "shm"; "tcp" in a world of one."""
+        """What carries collectives: the name of a back end (backends/__init__.py), as
+        "tcp", "shm" or "shm+tcp"; "tcp" in a world of one."""
         return self._backend.name if self._backend else "tcp"
+
+    @property
+    def netlab(self) -> str:
+        """The emulated network (netlab.py), as MINDDP_NETLAB has it; "" for none."""
+        return self._links.emulated if self._links else ""
 
     @property
     def closed(self) -> bool:
@@ -226,8 +245,8 @@ class ProcessGroup:
 
         Raises: as all_reduce.
         """
-        row = np.asarray(row)
-        table = np.zeros((self.world_size, *row.shape), row.dtype)
+        row = row if on_gpu(row) else np.asarray(row)
+        table = zeros_beside(row, (self.world_size, *row.shape), row.dtype)
         table[self.rank] = row
         self.all_gather(table)
         return table
@@ -281,17 +300,19 @@ class ProcessGroup:
             )
         return self._collective("all_to_all", array, async_op=async_op)
 
-    def zeros(self, count: int, dtype: Any = np.float32) -> Array:
+    def zeros(self, count: int, dtype: Any = np.float32, like: Any = None) -> Array:
         """A 1-D array of zeros that is made for `all_reduce`; all ranks call it alike.
 
-        On TCP a plain array. With shared memory all ranks can see it, so that it is
+        like: an array; if that is on a GPU, this will be on the same.
+
+        On TCP a plain array. With shared memory all ranks of a host see it, so it is
         reduced where it lies and never copied: DDP's buckets are made so.
 
         Raises: UsageError; PeerError.
         """
         count = whole("zeros: count", count, 0, 2**62)
-        if self._backend is None:
-            return np.zeros(count, dtype)
+        if self._backend is None or on_gpu(like):
+            return zeros_beside(like, count, dtype)
         return self._backend.zeros(count, dtype, self.all_gather_rows)
 
     def broadcast_object(self, content: Any = None, root: int = 0) -> Any:
@@ -353,6 +374,8 @@ class ProcessGroup:
         if peer == self.rank:
             raise UsageError(f"{verb}: rank {peer} is this rank itself; copy the array")
         flat = native_flat(array)
+        if on_gpu(flat):
+            flat = staged(flat)
         with self._lock:
             self._check_alive()
             self._mailbox = self._mailbox or self._open_mailbox()
@@ -378,6 +401,7 @@ class ProcessGroup:
             invitations=self._control.mailboxes,
             departed=self._control.departed,
             agree=self._agree,
+            wrap=self._rendezvous.through_the_lab,
         )
         self._control.mail_came = mailbox.wake
         self._control.invite(listener.host, listener.port)
@@ -415,10 +439,13 @@ class ProcessGroup:
             master_port=int(ports[members[0]]),
             job_id=f"{self._job.job_id}/{self._sequence}/{color}",
             listen_fd=os.dup(listener.fileno()) if listener else None,
+            world_ranks=tuple(self.ranks[k] for k in members),
         )
         if listener:
             listener.close()
-        group = ProcessGroup(job, self.timeout, self.timeout, self._wish)
+        # All may share memory with somebody, and these yet be on as many hosts.
+        wish = "auto" if self._wish == "shm" else self._wish
+        group = ProcessGroup(job, self.timeout, self.timeout, wish)
         group.ranks = [self.ranks[k] for k in members]
         group._legend = f" (Ranks 0, 1, ... of this sub-group are {group.ranks}.)"
         return group
@@ -458,13 +485,14 @@ class ProcessGroup:
         other thread and back would double the latency of a small array.
         """
         check_array(op, array)
-        flat = native_flat(array)
+        row = native_flat(array)
         bucket = whole(f"{op} for bucket", bucket, -1, 2**15 - 1)
         with self._lock:
             self._check_alive()
+            flat = self._lend(row, reduce) if on_gpu(row) else row
             self._sequence += 1
-            dtype = wire_name(flat.dtype)
-            what = op, reduce, dtype, root, bucket, flat.size, flat.nbytes
+            dtype = wire_name(row.dtype)
+            what = op, reduce, dtype, root, bucket, row.size, row.nbytes
             call = Header(Kind.DATA, self._sequence, *what)
             work = Work(call, partial(self._perform, call, flat, array))
             if async_op or not self._queue.idle:
@@ -475,13 +503,21 @@ class ProcessGroup:
             work.wait()
         return work
 
-    def _perform(self, call: Header, flat: Array, array: Array) -> None:
+    def _lend(self, row: Any, reduce: str) -> Any:
+        """A row on a GPU as the back end takes it."""
+        if isinstance(self._backend, backends.Nccl):
+            return self._backend.lend(row, reduce)
+        return staged(row) if self._backend else row
+
+    def _perform(self, call: Header, flat: Any, array: Array) -> None:
         """Run a collective and bring its result home into the caller's array."""
         if self._backend:
             self._performer = threading.get_ident()
             try:
                 self._enter(call)
                 self._backend.perform(call, flat, Deadline(self.timeout))
+            except UsageError:  # all ranks raise it, and nothing has been changed
+                raise
             except BaseException as error:
                 self._fail(error, f"in {call}")
             finally:

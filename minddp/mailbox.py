@@ -147,7 +147,7 @@ class Mailbox:
 
     listener: our port, which is open already. invitations: where others can be dialled,
     it grows. departed: ranks that have left. agree(error, where): fails the group, and
-    gives the error that all ranks raise.
+    gives the error that all ranks raise. wrap: what becomes of a link to send on.
     """
 
     def __init__(
@@ -161,10 +161,11 @@ class Mailbox:
         invitations: Mapping[int, tuple[str, int]],
         departed: Mapping[int, int],
         agree: Callable[[PeerError, str], BaseException],
+        wrap: Callable[[Link], Link] = lambda link: link,
     ):
         self._me, self._token, self._timeout = me, token, timeout
         self._alarm, self._invitations = alarm, invitations
-        self._departed, self._agree = departed, agree
+        self._departed, self._agree, self._wrap = departed, agree, wrap
         self._lobby = Lobby(listener, self._answer, alarm, timeout, me.world_size)
         self._lines: dict[tuple[int, bool], Line] = {}
         self._posted: deque[tuple[Line, Work, Array]] = deque()
@@ -247,7 +248,8 @@ class Mailbox:
             if self._alarm.error:
                 raise self._alarm.error
             for hello, link in self._lobby.advance():
-                self.line(link.peer, sends=hello is None).link = link
+                sends = hello is None
+                self.line(link.peer, sends).link = self._wrap(link) if sends else link
             for line in busy:
                 self._move(line)
 

@@ -309,7 +309,9 @@ class Reducer:
 
     def _make_buckets(self, order: Sequence[int]) -> None:
         """Buckets for gradients that arrive in this order; they move in with `take`."""
-        sizes = [Size(p.data.nbytes, str(p.dtype)) for p in self.parameters]
+        kinds = [f"{p.dtype} on {p.device.type}" for p in self.parameters]
+        nbytes = [p.data.nbytes for p in self.parameters]
+        sizes = [Size(*size) for size in zip(nbytes, kinds, strict=True)]
         first_bytes = min(FIRST_BUCKET_BYTES, self.cap_bytes)
         groups = plan(sizes, order, first_bytes, self.cap_bytes)
         zeros = self.process_group.zeros

@@ -29,10 +29,11 @@ Left out: a key-value store; ranks without a number ("elastic" rendezvous).
 import ipaddress
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from minddp import netlab
 from minddp.control import Control
 from minddp.environment import Job
 from minddp.errors import PeerError, PeerLost, PeerTimeout, UsageError
@@ -67,12 +68,16 @@ class Rendezvous:
 
     def __init__(self, job: Job, deadline: Deadline, timeout: float):
         self.job, self.deadline = job, deadline
+        self._settings: Mapping[str, str] = os.environ
+        self._ranks = job.world_ranks or range(job.world_size)
+        self._lab = netlab.from_environment(self._settings)
+        if self._lab and not job.world_ranks:
+            self._lab.check(job.world_size)
         self.alarm = Alarm()
         self.control = Control(job.rank, job.world_size, self.alarm, timeout)
         self._timeout = timeout
         self._ring_port: Listener | None = None
         self.me = Hello(CONTROL, job.rank, job.world_size, job.job_id)
-        self._settings: Mapping[str, str] = os.environ
 
     def meet(self) -> RingLinks:
         """Join, learn the table, build the ring.
@@ -81,22 +86,17 @@ class Rendezvous:
         missing), PeerLost (a rank came and went). Everybody who has joined raises the
         same.
         """
-        lobby: Lobby | None = None
         try:
             own_port = self._gather() if self.job.rank == 0 else self._join()
-            lobby = Lobby(own_port, self._answer_left, self.alarm, self._timeout)
             where = f"{self.job.master_addr}:{self.job.master_port}"
             table = self.control.wait_for_table(self.deadline, where)
-            return self._build_ring(lobby, table)
+            return self._build_ring(own_port, table)
         except PeerError as error:
             raise self.control.accuse(error) from error.__cause__
         except BaseException as error:  # those who have joined must not wait for us
             text = f"rank {self.job.rank} left the rendezvous: {error!r}"
             self.control.accuse(PeerLost(text, self.job.rank))
             raise
-        finally:
-            if lobby:
-                lobby.close()
 
     def abandon(self) -> None:
         """After a failure: end the control thread, close everything."""
@@ -199,28 +199,59 @@ class Rendezvous:
 
     # ---- 3. Ring ----
 
-    def _build_ring(self, lobby: Lobby, table: list[tuple[str, int]]) -> RingLinks:
-        """Dial right, answer left, at the same time: done in turn, all would wait."""
+    def _build_ring(self, port: Listener, table: list[tuple[str, int]]) -> RingLinks:
         r, n = self.job.rank, self.job.world_size
-        right = (r + 1) % n
-        me = replace(self.me, role=RING)
-        lobby.dial(right, *table[right], introduce(me, self.job.token))
+        left, right = self.join_ring(range(n), port, table, self.deadline)
+        log.info("rank %d -> %d via %s", r, right.peer, right.local_host)
+        links = RingLinks(r, n, left, self.through_the_lab(right), self.alarm)
+        links.emulated = str(self._lab or "")
+        if self._lab and r == 0 and not self.job.world_ranks:
+            log.warning("emulated network: %s", self._lab)
+        return links
+
+    def join_ring(
+        self,
+        members: Sequence[int],
+        port: Listener,
+        table: Sequence[tuple[str, int]],
+        deadline: Deadline,
+    ) -> tuple[Link, Link]:
+        """Links from the left and to the right in a ring of these ranks, in this order.
+
+        port: where the left one dials this rank; closed afterwards. table: where every
+        rank of the group can be dialled. All members call it. Raises: PeerError.
+        """
+        place = members.index(self.job.rank)
+        left, right = members[place - 1], members[(place + 1) % len(members)]
+        answer_left = partial(self._answer_left, left)
+        lobby = Lobby(port, answer_left, self.alarm, self._timeout)
         ends: dict[str, Link] = {}
         try:
-            for hello, link in lobby.links(self.deadline):
+            # Dial right, answer left, at the same time: done in turn, all would wait.
+            me = replace(self.me, role=RING)
+            lobby.dial(right, *table[right], introduce(me, self.job.token))
+            for hello, link in lobby.links(deadline):
                 ends["left" if hello else "right"] = link
                 if len(ends) == 2:
-                    log.info("rank %d -> %d via %s", r, right, ends["right"].local_host)
-                    return RingLinks(r, n, ends["left"], ends["right"], self.alarm)
-            raise self._ring_is_open(lobby)
+                    return ends["left"], ends["right"]
+            raise self._ring_is_open(lobby, left, deadline)
         except BaseException:
             for link in ends.values():
                 link.close()
             raise
+        finally:
+            lobby.close()
 
-    def _ring_is_open(self, lobby: Lobby) -> PeerTimeout:
+    def through_the_lab(self, link: Link) -> Link:
+        """The link to send on: as it is, or as slow as MINDDP_NETLAB wants it."""
+        if self._lab is None:
+            return link
+        ends = (self._ranks[rank] for rank in (self.job.rank, link.peer))
+        return netlab.EmulatedLink(link, self._lab.between(*ends))
+
+    def _ring_is_open(self, lobby: Lobby, left: int, deadline: Deadline) -> PeerTimeout:
         """Which neighbour did not answer, or did not dial."""
-        r, seconds = self.job.rank, f"{self.deadline.seconds:g} s"
+        r, seconds = self.job.rank, f"{deadline.seconds:g} s"
         for rank, address in lobby.waiting_for():
             return PeerTimeout(
                 f"rank {r} could not reach rank {rank}'s ring port {address} in "
@@ -228,13 +259,10 @@ class Rendezvous:
                 "MINDDP_PORT_RANGE=40000-40100 makes ports that one can open.",
                 rank,
             )
-        left = (r - 1) % self.job.world_size
         text = f"rank {r} was not dialled by its left neighbour {left} in {seconds}"
         return PeerTimeout(text, left)
 
-    def _answer_left(self) -> Script:
-        left = (self.job.rank - 1) % self.job.world_size
-
+    def _answer_left(self, left: int) -> Script:
         def objection(hello: Hello) -> str | None:
             if (hello.role, hello.rank) == (RING, left):
                 return None

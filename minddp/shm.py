@@ -38,7 +38,8 @@ Rule 4.  Who waits spins for some microseconds, lets others run for some more, t
          sleeps in `poll` on its *bell*, a pipe that all others can write to, and on the
          group's alarm. It says first for whom it waits; a rank that arrives rings for
          those who wait for it. A rank that gives up takes its arrival back: nobody who
-         comes later goes on as if it had stayed.
+         comes later goes on as if it had stayed. A rank that moves bytes elsewhere
+         meanwhile (hierarchy.py) counts in its page, and sleepers do not give up.
 Rule 5.  Nothing has a name in a file system. Others open the file as /proc/PID/fd/N,
          and its descriptor is closed once all have. When its last rank has ended,
          however it ended, the memory is gone. Its size is sealed: nobody can shrink it
@@ -77,8 +78,8 @@ the deadline.
 In PyTorch: gloo has no shared memory between ranks; NCCL's transport/shm.cc has, and
 MPI's (MPICH's POSIX segments under ch4/shm).
 
-Left out: send and recv, which stay on TCP; hosts with several ranks each and TCP
-between them; NUMA; systems without memfd and /proc.
+Left out: send and recv, which stay on TCP; NUMA; systems without memfd and /proc. For
+several hosts with several ranks each, see hierarchy.py.
 """
 
 import fcntl
@@ -100,13 +101,14 @@ from minddp import ring
 from minddp.errors import PeerTimeout, UsageError
 from minddp.frame import HEADER_BYTES, Header
 from minddp.net import Alarm, Deadline
-from minddp.ring import chunk, combiner, mismatch
+from minddp.ring import add_in_order, chunk, combiner, mismatch
 
 Array = np.ndarray[Any, Any]
 Stage = Callable[[int], None]  # what happens to piece p
 
 PAGE = 4096
 NUMBER_AT = 48  # of a window, from the beginning of the header before it
+MOVES_AT = 320  # behind two counters and the headers of three intervals
 LINE = 64  # bytes that processors move at once: what others write does not share one
 AREAS = 3
 AREA_BYTES = 1 << 20  # as measured: what is given is still in a cache when it is taken
@@ -133,19 +135,21 @@ class Window:
 class Memory:
     """The memory of all ranks as one of them sees it, and where it is in the protocol.
 
-    maps: every rank's file. bells: every rank's pipe, to write to. my_bell: where this
-    rank reads.
+    ranks: their numbers in the group, for errors; in here they are 0, 1, ... in this
+    order. maps: every rank's file. bells: every rank's pipe, to write to. my_bell:
+    where this rank reads.
     """
 
     def __init__(
         self,
         rank: int,
+        ranks: Sequence[int],
         maps: list[mmap.mmap],
         bells: list[int],
         my_bell: int,
         alarm: Alarm,
     ):
-        self.rank, self.world_size = rank, len(maps)
+        self.rank, self.world_size, self.ranks = rank, len(maps), ranks
         self.others = [(rank + i) % len(maps) for i in range(1, len(maps))]
         self.step = 0  # the interval
         self._first = 0  # the interval in which the present call began
@@ -155,6 +159,8 @@ class Memory:
         self._pages = [memoryview(file)[:PAGE] for file in maps]
         self._arrived = [page[:8].cast("Q") for page in self._pages]
         self._awaits = [page[LINE : LINE + 8].cast("Q") for page in self._pages]
+        moves = slice(MOVES_AT, MOVES_AT + 8)
+        self._moves = [page[moves].cast("Q") for page in self._pages]
         self._windows: dict[int, Window] = {}  # by the id of my array
         self._windows_made = 0
         self._areas = [
@@ -205,7 +211,7 @@ class Memory:
 
     def close(self) -> None:
         """Close what is open; the memory goes with the last array that lies in it."""
-        for view in (*self._arrived, *self._awaits, *self._pages):
+        for view in (*self._arrived, *self._awaits, *self._moves, *self._pages):
             view.release()
         self._areas.clear()
         self._windows.clear()
@@ -242,6 +248,11 @@ class Memory:
         if self.step == self._first + 1:
             self._compare(call)
 
+    def show_progress(self) -> None:
+        """Those who wait for this rank see that it moves bytes elsewhere, and go on
+        waiting."""
+        self._moves[self.rank][0] += 1
+
     def _behind(self) -> int | None:
         """A rank that has not come to this interval, or has taken its arrival back."""
         for k in self.others:
@@ -258,7 +269,7 @@ class Memory:
         for k in reversed(self.others):  # the left neighbour first
             theirs = bytes(self._pages[k][where])
             if theirs != self._mine:
-                raise mismatch(self.rank, k, call, theirs)
+                raise mismatch(self.ranks[self.rank], self.ranks[k], call, theirs)
 
     def _header(self, step: int) -> slice:
         start = (2 + step % AREAS) * LINE
@@ -283,16 +294,20 @@ class Memory:
     def _sleep_until(self, k: int, call: Header, deadline: Deadline) -> None:
         self._awaits[self.rank][0] = k + 1
         self._fence()
+        moves = self._moves[k][0]
         try:
             while self._arrived[k][0] < self.step:
                 if self._alarm.error:
                     raise self._alarm.error
+                if self._moves[k][0] != moves:
+                    moves = self._moves[k][0]
+                    deadline.restart()
                 if not deadline.left():
                     raise PeerTimeout(
-                        f"rank {self.rank} waits in vain for rank {k} (in shared "
-                        f"memory) during {call}: nothing moved for "
-                        f"{deadline.seconds:g} s.",
-                        k,
+                        f"rank {self.ranks[self.rank]} waits in vain for rank "
+                        f"{self.ranks[k]} (in shared memory) during {call}: nothing "
+                        f"moved for {deadline.seconds:g} s.",
+                        self.ranks[k],
                     )
                 self._nap(min(deadline.left(), NAP_SECONDS))
         except BaseException:
@@ -307,15 +322,20 @@ class Memory:
 
 
 def meet(
-    links: ring.Links, alarm: Alarm, deadline: Deadline, insist: bool
+    links: ring.Links,
+    alarm: Alarm,
+    deadline: Deadline,
+    mates: Sequence[int],
+    insist: bool,
 ) -> Memory | None:
-    """The memory of all ranks, if all can reach it; else None.
+    """The memory of `mates`, the ranks of this host, if on every host all can reach it;
+    else None.
 
-    All ranks call it, and get the same answer. The ring is used to ask.
+    All ranks of all hosts call it, and get the same answer. Their ring is used to ask.
 
-    Raises: UsageError on all ranks, if one of them insists and it cannot be; PeerError.
+    Raises: UsageError on all ranks, if they insist and it cannot be; PeerError.
     """
-    r, n, name = links.rank, links.world_size, secrets.randbits(63)
+    name = secrets.randbits(63)
     with ExitStack() as own, ExitStack() as others:
         file = bell = -1
         with suppress(OSError, AttributeError):
@@ -324,13 +344,13 @@ def meet(
             my_bell, bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             own.callback(os.close, bell)
             others.callback(os.close, my_bell)
-        row = os.getpid(), file, bell, name, insist
+        row = os.getpid(), file, bell, name
         table = ring.rows_of_all(links, row, deadline)
         maps: list[mmap.mmap] = []
         bells: list[int] = []
         why = ""
         try:
-            for pid, fd, bell_fd, named, _ in table.tolist():
+            for pid, fd, bell_fd, named in table[mates].tolist():
                 maps.append(map_file(pid, fd, named, FILE_BYTES))
                 others.callback(maps[-1].close)
                 bells.append(open_of(pid, bell_fd, os.O_WRONLY | os.O_NONBLOCK))
@@ -338,16 +358,18 @@ def meet(
         except (OSError, ValueError) as exc:
             why = f" ({exc})"
         # Behind it, all have opened what they could.
-        reached = ring.rows_of_all(links, [len(bells)], deadline)[:, 0]
-        if (reached == n).all():
+        missed = mates[len(bells)] if len(bells) < len(mates) else -1
+        missed_by = ring.rows_of_all(links, [missed], deadline)[:, 0]
+        if (missed_by < 0).all():
             others.pop_all()
-            return Memory(r, maps, bells, my_bell, alarm)
-    if table[:, 4].any():
-        who = int(np.argmax(reached < n))
+            return Memory(mates.index(links.rank), mates, maps, bells, my_bell, alarm)
+    if insist:
+        who = int(np.argmax(missed_by >= 0))
         raise UsageError(
-            f"transport='shm': rank {who} cannot map the memory of rank {reached[who]}"
-            f"{why if who == r else ''}. It needs Linux, and all ranks on one host, in "
-            "one pid namespace, of one user. transport='auto' takes TCP instead."
+            f"transport='shm': rank {who} cannot map the memory of rank "
+            f"{missed_by[who]}{why if who == links.rank else ''}. It needs Linux, and "
+            "the ranks of a host in one pid namespace, of one user. transport='auto' "
+            "takes TCP instead."
         )
     return None
 
@@ -386,7 +408,8 @@ def shared_zeros(
 ) -> Array:
     """An array that `all_reduce` reduces where it lies; each rank gets its own.
 
-    All ranks call it alike. Without memory to share it is a plain array, on all ranks.
+    All ranks of the group call it alike, for `all_gather_rows` is the group's. Without
+    memory to share it is a plain array, on all ranks of this host.
     """
     nbytes, name, file = count * np.dtype(dtype).itemsize, secrets.randbits(63), -1
     if nbytes <= SMALL_BYTES:
@@ -396,13 +419,13 @@ def shared_zeros(
     table = all_gather_rows([os.getpid(), file, name])
     arrays: list[Array] = []
     with suppress(OSError, ValueError):
-        for pid, fd, named in table.tolist():
+        for pid, fd, named in table[memory.ranks].tolist():
             file_of_rank = map_file(pid, fd, named, nbytes)
             arrays.append(np.frombuffer(file_of_rank, dtype, count))
     reached = all_gather_rows(len(arrays))
     if file >= 0:
         os.close(file)
-    if (reached < memory.world_size).any():
+    if (reached[memory.ranks] < memory.world_size).any():
         return np.zeros(count, dtype)
     mine = arrays[memory.rank]
     arrays[memory.rank] = mine[:0].copy()  # else it would keep itself alive
@@ -524,14 +547,7 @@ def all_reduce_small(
         whole(memory.rank)[...] = x
 
     def add(p: int) -> None:
-        combination, given = combiner(call), [whole(k) for k in range(n)]
-        for k in range(n):
-            part = chunk(len(x), n, k)
-            result, total = x[part], given[(k + 1) % n][part]
-            for i in range(2, n + 1):
-                total = combination(total, given[(k + i) % n][part], out=result)
-        if call.reduce == "avg":
-            np.divide(x, n, out=x)
+        add_in_order([whole(k) for k in range(n)], x, call)
 
     perform(memory, call, deadline, 1, give, add)
 

@@ -24,7 +24,7 @@ Left out: a control plane. Nobody judges who failed first, so errors name the ne
 import os
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from minddp.environment import Job
@@ -101,7 +101,7 @@ class MemoryLinks:
         outlet: MemoryQueue,
         changed: threading.Condition,
     ):
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.me = rank, world_size, rank
         self.left, self.right = MemoryLink(inlet.source), MemoryLink(outlet.target)
         self.bytes_sent = self.bytes_received = 0
         self._inlet, self._outlet, self._changed = inlet, outlet, changed
@@ -194,9 +194,12 @@ def run_groups(
     timeout: float = 3.0,
     token: bytes = b"",
     transport: str = "tcp",
+    hosts: Sequence[str] = (),
 ) -> list[Result]:
     """What body(pg) returns on each of n ranks: threads with real TCP links over
     loopback, and memory that they share in the manner of processes (transport="shm").
+
+    hosts: the host on which each rank is to seem, as "AABB"; one for all if empty.
 
     Raises: as run_ranks.
     """
@@ -207,7 +210,11 @@ def run_groups(
     def one_rank(r: int) -> None:
         fd = os.dup(listener.fileno()) if r == 0 else None
         where = "127.0.0.1", listener.port
-        job = Job(r, n, r, n, *where, token, "testing", fd, launcher="testing")
+        job = Job(
+            *(r, n, r, n, *where, token, "testing", fd),
+            launcher="testing",
+            host_id=hosts[r] if hosts else "",
+        )
         try:
             with ProcessGroup(job, timeout, timeout, transport) as pg:
                 results[r] = body(pg)

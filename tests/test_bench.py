@@ -2,21 +2,43 @@
 
 import json
 import os
+import re
+import sys
 from argparse import Namespace
-from types import SimpleNamespace
+from contextlib import contextmanager
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from commands import run
 
-from minddp import bench, bench_step
+from minddp import (
+    bench,
+    bench_clock,
+    bench_collectives,
+    bench_gloo,
+    bench_limits,
+    bench_plot,
+    bench_rendezvous,
+    bench_step,
+)
 from minddp import functional as F
+from minddp.bench_clock import Trial, take_turns
+from minddp.bench_collectives import COLLECTIVES, measure
 from minddp.bench_step import MODELS, WARM_UP_STEPS, Variant
+from minddp.bench_table import as_table, fixed, human
 from minddp.device import manual_seed
 from minddp.environment import THREAD_VARIABLES
-from minddp.errors import ReplicaError, UsageError
+from minddp.errors import MindDPError, PeerTimeout, ReplicaError, UsageError
+from minddp.net import Deadline
 from minddp.neural_ops import Linear
-from minddp.testing import run_groups
+from minddp.testing import run_groups, run_ranks
+
+PLAIN = [
+    *("op", "world_size", "transport", "bytes"),
+    *("median_us", "min_us", "algbw_GBps", "busbw_GBps"),
+]
 
 
 def rows_of(*argv):
@@ -41,8 +63,33 @@ def never_launched(monkeypatch):
 def test_all_reduce_gives_a_row_for_each_size():
     rows = rows_of("all-reduce", "-n", "2", "--sizes", "4,1KiB")
     assert [row["bytes"] for row in rows] == [4, 1024]
-    assert {row["world_size"] for row in rows} == {2}
+    assert {(row["op"], row["world_size"]) for row in rows} == {("all_reduce", 2)}
     assert all(0 < row["min_us"] <= row["median_us"] for row in rows)
+    assert all(row["stream_us"] > 0 and row["predicted_us"] > 0 for row in rows)
+    assert list(rows[0]) == [*PLAIN, "stream_us", "of_stream", "predicted_us"]
+
+
+@pytest.mark.processes
+def test_a_start_gives_a_row_for_each_number_of_ranks():
+    one, three = rows_of("rendezvous", "--ranks", "1,3")
+    assert (one["world_size"], three["world_size"]) == (1, 3)
+    assert one["control_bytes"] == 0 < three["control_bytes"]
+    assert three["control_bytes_a_rank"] == round(three["control_bytes"] / 2)
+    for row in (one, three):
+        parts = row["import_s"] + row["meet_s"]
+        assert row["import_s"] > 0.01, "Python and NumPy have been started"
+        assert row["total_s"] == pytest.approx(parts, abs=0.002)
+        assert row["resident_mb"] is None or 10 < row["resident_mb"] <= row["peak_mb"]
+
+
+@pytest.mark.processes
+def test_shared_memory_has_no_stream_and_people_see_all_sizes():
+    options = ["-n", "2", "--transport", "shm", "--sizes", "1KiB,1000"]
+    finished = run(["minddp", "bench", "all-reduce", *options])
+    title, head, *lines = finished.stdout.splitlines()
+    assert title == "all_reduce, 2 ranks, shm, float32"
+    assert head.split("  ")[-1] == "busbw GB/s"
+    assert [line.split()[:2] for line in lines] == [["1", "KiB"], ["1,000", "B"]]
 
 
 @pytest.mark.processes
@@ -70,7 +117,7 @@ def test_one_rank_trains_without_ddp_and_people_get_a_table(tmp_path):
     options = ["-n", "1", "--batch", "4", "--steps", "1", "--json", str(file)]
     finished = run(["minddp", "bench", "step", *options])
     head, line = finished.stdout.splitlines()
-    assert head.split()[:3] == ["model", "bucket_cap_mb", "median_ms"]
+    assert head.split()[:4] == ["model", "bucket", "MiB", "median"]
     assert line.split()[:2] == ["mlp", "-"]
     row = json.loads(file.read_text())
     assert row["ddp"] is row["bucket_cap_mb"] is None
@@ -86,7 +133,9 @@ def test_one_rank_trains_without_ddp_and_people_get_a_table(tmp_path):
         ("step --model lenet", "'mlp', 'bigmlp'"),
         ("step --sizes 1KiB", "--sizes"),
         ("all-reduce --model mlp", "--model"),
-        ("all-scatter", "'all-reduce', 'step'"),
+        ("all-scatter", "all-reduce"),
+        ("broadcast --compare gloo", "--compare"),
+        ("barrier --sizes 1KiB", "--sizes"),
         ("", "BENCHMARK"),
     ],
 )
@@ -111,7 +160,18 @@ def test_options_of_another_benchmark_and_unknown_models_are_refused(
             for cap in ("0", "nan", "inf")
         ),
         *((f"step --{name} 0", name) for name in ("batch", "threads", "steps")),
-        ("all-reduce --sizes 1x", "'1x' is no size"),
+        *(
+            (f"all-reduce --sizes {size}", f"'{size[-2:]}' is no size")
+            for size in ("1x", "1KiB,00", "-1")
+        ),
+        ("all-gather --sizes 1KiB,,", "'' is no size"),
+        ("send -n 1", "send needs a rank to send to"),
+        *(
+            (f"rendezvous --ranks {ranks}", "--ranks .*numbers of ranks from 1 on")
+            for ranks in ("0", "2,x", "2,,8", "1.5")
+        ),
+        ("all-reduce --plot a.gif", "a.gif: the name must end in .png"),
+        ("all-reduce --plot no/such/a.svg", "there is no folder no/such"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_before_a_rank_starts(argv, said):
@@ -159,17 +219,28 @@ def timed(monkeypatch, repetitions, **durations):
         clock[0] += 1000.0
 
     monkeypatch.setattr(
-        bench_step, "time", SimpleNamespace(perf_counter=lambda: clock[0])
+        bench_clock, "time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
     pg = SimpleNamespace(rank=0, barrier=barrier)
     steps = [step(name) for name in durations]
     return happened, bench_step.time_steps(pg, steps, repetitions)
 
 
-def test_the_steps_take_turns_each_after_a_barrier(monkeypatch):
+def test_the_steps_take_turns_each_between_barriers(monkeypatch):
     each = [1.0] * (WARM_UP_STEPS + 2)
     happened, _ = timed(monkeypatch, 2, a=each, b=each)
-    assert happened == ["barrier", "a", "barrier", "b"] * (WARM_UP_STEPS + 2)
+    turn = ["barrier", "a", "barrier", "barrier", "b", "barrier"]
+    assert happened == turn * (WARM_UP_STEPS + 2)
+
+
+def test_ranks_prepare_before_the_barrier_and_check_after_one():
+    happened = []
+    names = ("run", "prepare", "check")
+    trial = Trial(*(lambda name=name: happened.append(name) for name in names))
+    pg = SimpleNamespace(barrier=lambda: happened.append("barrier"))
+    ((seconds,),) = take_turns(pg, [trial], range(1))
+    assert happened == ["prepare", "barrier", "run", "barrier", "check"]
+    assert seconds >= 0
 
 
 def test_neither_the_warm_up_nor_the_barrier_is_in_the_times(monkeypatch):
@@ -274,8 +345,431 @@ def test_memory_is_told_as_what_the_graph_holds():
 
 
 def test_a_table_shows_thousands_and_what_there_is_not():
-    rows = [{"name": "a", "count": 12345, "cap": None}]
-    head, line = bench.as_table(rows, ["name", "count", "cap"]).splitlines()
-    assert head.split() == ["name", "count", "cap"]
-    assert line.split() == ["a", "12,345", "-"]
-    assert len(head) == len(line)
+    rows = [{"name": "a", "count": 12345.6, "cap": None}, {"name": "bcd", "size": 0}]
+    formats = {"name": str, "count": fixed(1), "cap": fixed(2), "other": str}
+    columns = {field: (field.upper(), form) for field, form in formats.items()}
+    table = as_table(rows, columns).splitlines()
+    assert [line.split() for line in table] == [
+        ["NAME", "COUNT", "CAP"],
+        ["a", "12,345.6", "-"],
+        ["bcd", "-", "-"],
+    ]
+    assert len({len(line) for line in table}) == 1
+    assert table[1].startswith("   a  12,345.6  ")
+    assert as_table(rows, columns, hidden=["name"]).split()[0] == "COUNT"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1000, "1,000 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (26214400, "25 MiB"),
+        (1048584, "1,048,584 B"),
+        (1 << 30, "1 GiB"),
+        (1 << 40, "1,024 GiB"),
+    ],
+)
+def test_sizes_are_shown_as_people_write_them(nbytes, text):
+    assert human(nbytes) == text
+
+
+def reported(rows, **options):
+    options = Namespace(**({"benchmark": "all-to-all", "sizes": [8]} | options))
+    return "\n".join(bench.report(rows, options, None))
+
+
+def test_sizes_that_were_rounded_up_are_said_to_be():
+    assert "rounded up" in reported([row_of("all_to_all", bytes=12)])
+    assert "rounded up" not in reported([row_of("all_to_all", bytes=8)])
+    assert "rounded up" not in reported([row_of("barrier", bytes=0)])
+
+
+def test_an_emulated_network_is_named():
+    assert "emulated network (rate=1gbit)" in reported([row_of(netlab="rate=1gbit")])
+    assert "emulated" not in reported([row_of()])
+
+
+# ---- Collectives: what is measured, and what is right ----
+
+
+def row_of(op="all_reduce", n=4, **fields):
+    """A row as if it had been measured."""
+    pg = SimpleNamespace(world_size=n, transport="tcp", netlab="")
+    row = bench_collectives.result(pg, op, 10**9, [0.5, 1.0, 2.0])
+    return row | {"bytes": 1024} | fields
+
+
+@pytest.fixture
+def once(monkeypatch):
+    """No warm-up, and one repetition."""
+    monkeypatch.setattr(bench_collectives, "WARM_UP", 0)
+    monkeypatch.setattr(bench_collectives, "repetitions", lambda nbytes: 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"),
+    [
+        ("all_reduce", 1.5),
+        *((op, 0.75) for op in ("reduce_scatter", "all_gather", "all_to_all")),
+        *((op, 0.75) for op in ("gather", "scatter")),
+        *((op, 1) for op in ("broadcast", "reduce", "send")),
+    ],
+)
+def test_the_bandwidths_are_those_of_nccl_tests(op, factor):
+    row = row_of(op, n=4)
+    assert row == {
+        "op": op,
+        "world_size": 4,
+        "transport": "tcp",
+        "bytes": 1024,
+        "median_us": 1e6,
+        "min_us": 5e5,
+        "algbw_GBps": 1.0,
+        "busbw_GBps": factor,
+    }
+    assert list(row) == PLAIN
+    assert row_of(op, n=1)["busbw_GBps"] == 0
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_every_collective_passes_its_check(n):
+    ops = [op for op in COLLECTIVES if (op, n) != ("send", 1)]
+
+    def body(pg):
+        return [measure(pg, op, n * k)["bytes"] for op in ops for k in (1, 333)]
+
+    assert run_groups(n, body) == [[4 * n, 4 * n * 333] * len(ops)] * n
+
+
+def spoilt(monkeypatch, op, call):
+    """Measure the op on 3 ranks, performed by `call`."""
+    plain = COLLECTIVES[op]
+    spoil = plain._replace(call=lambda pg, x: call(pg, x, plain.call))
+    monkeypatch.setitem(COLLECTIVES, op, spoil)
+    run_groups(3, lambda pg: measure(pg, op, 12))
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("op", sorted(COLLECTIVES.keys() - {"barrier"}))
+def test_what_does_nothing_has_no_time(monkeypatch, op):
+    with pytest.raises(MindDPError, match=f"{op} of 12 elements is wrong"):
+        spoilt(monkeypatch, op, lambda pg, x, plain: None)
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "all_to_all", "broadcast"])
+def test_nor_has_what_is_wrong_in_one_element_of_one_rank(monkeypatch, op):
+    def last_is_off(pg, x, plain):
+        plain(pg, x)
+        x[-1] += pg.rank == 2
+
+    with pytest.raises(MindDPError, match=r"rank 2: .* element 11 is"):
+        spoilt(monkeypatch, op, last_is_off)
+
+
+@pytest.mark.usefixtures("once")
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "all_to_all"])
+def test_nor_has_what_mixes_up_two_chunks(monkeypatch, op):
+    def swapped(pg, x, plain):
+        plain(pg, x)
+        x[:8] = np.roll(x[:8], 4)
+
+    with pytest.raises(MindDPError, match="is wrong"):
+        spoilt(monkeypatch, op, swapped)
+
+
+def test_arrays_are_rounded_up_to_whole_elements_and_equal_chunks():
+    elements = bench_collectives.elements
+    assert [elements("all_gather", 3, nbytes) for nbytes in (1, 4, 1001)] == [1, 1, 251]
+    assert [elements("all_to_all", 3, nbytes) for nbytes in (1, 12, 13)] == [3, 3, 6]
+
+
+def test_with_a_root_the_slowest_rank_counts_and_without_one_the_mean(monkeypatch):
+    def take_turns(pg, trials, rounds):
+        return [[9.0, 1.0 + pg.rank, 5.0 - pg.rank] for _ in trials]
+
+    def body(pg):
+        trials = {"": None, "stream": None}
+        return [
+            bench_collectives.time_of_each(pg, op, trials, 3)
+            for op in ("all_reduce", "broadcast")
+        ]
+
+    monkeypatch.setattr(bench_collectives, "WARM_UP", 1)
+    monkeypatch.setattr(bench_collectives, "take_turns", take_turns)
+    for all_reduce, broadcast in run_groups(2, body):
+        assert all_reduce == {"": [1.5, 4.5], "stream": [1.5, 4.5]}
+        assert broadcast == {"": [2.0, 5.0], "stream": [2.0, 5.0]}
+
+
+def measured_ops(benchmark, transport="tcp", n=2):
+    options = Namespace(
+        benchmark=benchmark, ops=["all_reduce"], sizes=[8, 4], compare=None
+    )
+    body = bench_collectives.collective_rows
+    return run_groups(n, lambda pg: list(body(pg, options)), transport=transport)[0]
+
+
+@pytest.mark.usefixtures("once")
+def test_only_an_all_reduce_over_tcp_by_itself_has_a_stream():
+    rows = measured_ops("all-reduce")
+    assert [row["bytes"] for row in rows if row["stream_us"] > 0] == [8, 4]
+    for rows in (
+        measured_ops("collectives"),
+        measured_ops("all-reduce", "shm"),
+        measured_ops("all-reduce", n=1),
+    ):
+        assert all(list(row) == PLAIN for row in rows)
+
+
+# ---- The limits: stream and model ----
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_stream_moves_the_bytes_of_an_all_reduce_and_leaves_the_ring_in_step(n):
+    def body(pg):
+        x = np.full(100_001, pg.rank + 1, np.float32)
+        pg.all_reduce(x)
+        sent = pg.stats()["bytes_sent"]
+        bench_limits.raw_stream(pg, x.size)()
+        moved = pg.stats()["bytes_sent"] - sent
+        pg.all_reduce(x)
+        assert (x == (n * (n + 1) / 2) * n).all()
+        return sent - moved
+
+    headers = run_groups(n, body)
+    assert max(headers) < 4096, "all but headers and the choice of a back end"
+
+
+def test_a_stream_survives_short_reads_and_uneven_sides():
+    def body(links):
+        out = memoryview(bytes([links.rank]) * 7)
+        into = memoryview(bytearray(7))
+        counts = [20, 0, 33]
+        outgoing, incoming = counts[links.rank], counts[links.rank - 1]
+        bench_limits.stream(links, out, into, outgoing, incoming, Deadline(5))
+        return links.bytes_sent, links.bytes_received
+
+    assert run_ranks(3, body, capacity=5) == [(20, 33), (0, 20), (33, 0)]
+
+
+def test_a_stream_that_stands_still_names_the_left_neighbour():
+    def body(links):
+        if links.rank == 0:
+            into = memoryview(bytearray(8))
+            bench_limits.stream(links, into, into, 0, 8, Deadline(0.05))
+
+    with pytest.raises(PeerTimeout, match=r"stood still for 0\.05 s") as late:
+        run_ranks(3, body)
+    assert late.value.culprit == 2
+
+
+STEPS, BYTES = [6, 6, 6, 3], [1500, 39_321_600, 150, 98_304]
+
+
+def test_the_fit_recovers_alpha_and_bandwidth():
+    seconds = [s * 25e-6 + b / 1.25e9 for s, b in zip(STEPS, BYTES, strict=True)]
+    model = bench_limits.fit(STEPS, BYTES, seconds)
+    assert model.alpha == pytest.approx(25e-6, rel=1e-9)
+    assert 1 / model.seconds_per_byte == pytest.approx(1.25e9, rel=1e-9)
+    assert str(model) == "steps * 25.0 us + bytes / 1.25 GB/s"
+
+
+def test_each_size_has_the_same_say_in_the_fit():
+    """All are 10 % off, half of them up: neither end may decide alone."""
+    steps, nbytes = [2] * 4, [100, 200, 10**8, 2 * 10**8]
+    true = [s * 50e-6 + b / 1e9 for s, b in zip(steps, nbytes, strict=True)]
+    off = [t * f for t, f in zip(true, (1.1, 0.9, 1.1, 0.9), strict=True)]
+    model = bench_limits.fit(steps, nbytes, off)
+    assert model.alpha == pytest.approx(50e-6, rel=0.03)
+    assert 1 / model.seconds_per_byte == pytest.approx(1e9, rel=0.03)
+
+
+def test_one_size_tells_nothing_and_no_number_is_negative():
+    assert bench_limits.fit([2, 2], [100, 100], [1e-3, 1e-3]) is None
+    faster = bench_limits.fit([2, 2], [100, 10**6], [1e-3, 0.9e-3])
+    assert faster.seconds_per_byte == 0
+    assert 0.45e-3 < faster.alpha < 0.5e-3
+    free = bench_limits.fit([2, 2], [10**6, 10**7], [1e-3, 12e-3])
+    assert free.alpha == 0
+    assert 1e-9 < free.seconds_per_byte < 1.2e-9
+
+
+def test_the_prediction_has_the_ring_s_own_steps_and_bytes():
+    """Whatever algorithm ring.py takes for a size."""
+    rows = []
+    for nbytes in (1024, 100_000, 10**7):
+        arrivals = bench_limits.steps_of_all_reduce(nbytes // 4, 0, 4)
+        assert sum(arrivals) >= 1.5 * nbytes * 0.99
+        us = len(arrivals) * 30.0 + sum(arrivals) / 2000
+        rows.append(row_of(bytes=nbytes, median_us=us))
+    model = bench_limits.predict(rows)
+    assert model.alpha == pytest.approx(30e-6)
+    assert all(row["predicted_us"] == round(row["median_us"], 1) for row in rows)
+
+
+@pytest.mark.parametrize("other", [{"transport": "shm"}, {"world_size": 1}])
+def test_nothing_is_predicted_of_what_is_no_ring(other):
+    rows = [row_of(bytes=nbytes) | other for nbytes in (1024, 2048)]
+    assert bench_limits.predict(rows) is None
+    assert "predicted_us" not in rows[0]
+
+
+# ---- gloo ----
+
+
+@pytest.mark.usefixtures("never_launched")
+def test_without_pytorch_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(bench_gloo, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"needs PyTorch .*pip install torch"):
+        bench.main(["all-reduce", "--compare", "gloo"])
+
+
+@pytest.mark.usefixtures("never_launched")
+def test_gloo_is_not_compared_on_a_network_that_it_does_not_have(monkeypatch):
+    monkeypatch.setenv("MINDDP_NETLAB", "rate=1gbit")
+    monkeypatch.setattr(bench_gloo, "find_spec", lambda name: "there")
+    with pytest.raises(UsageError, match="Unset MINDDP_NETLAB"):
+        bench.main(["all-reduce", "--compare", "gloo"])
+
+
+@contextmanager
+def stub_of_torch(monkeypatch, all_reduce):
+    """Modules in PyTorch's place; gives the list of what was asked of them."""
+    asked = []
+    torch, dist = ModuleType("torch"), ModuleType("torch.distributed")
+    torch.set_num_threads = lambda n: asked.append(f"{n} thread")
+    torch.from_numpy = lambda x: x
+    dist.FileStore = lambda path, n: f"{path} for {n}"
+    dist.init_process_group = lambda kind, store, rank, world_size: asked.append(
+        f"{kind}: {store}, {rank} of {world_size}"
+    )
+    dist.all_reduce = all_reduce
+    dist.destroy_process_group = lambda: asked.append("destroyed")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.distributed", dist)
+    yield asked
+
+
+def compared(n=1):
+    options = Namespace(
+        benchmark="all-reduce",
+        ops=["all_reduce"],
+        sizes=[40],
+        compare="gloo",
+        store="file",
+    )
+    body = bench_collectives.collective_rows
+    return run_groups(n, lambda pg: list(body(pg, options)))
+
+
+@pytest.mark.usefixtures("once")
+def test_gloo_is_timed_in_the_same_run_on_one_thread(monkeypatch):
+    with stub_of_torch(monkeypatch, lambda x: None) as asked:
+        (((row),),) = compared()
+    assert row["gloo_us"] >= 0
+    assert list(row) == [*PLAIN, "gloo_us", "gloo_ratio"]
+    assert asked == ["1 thread", "gloo: file for 1, 0 of 1", "destroyed"]
+
+
+@pytest.mark.usefixtures("once")
+def test_a_wrong_result_of_gloo_has_no_time_either(monkeypatch):
+    def wrong(x):
+        x[3] += 1
+
+    with stub_of_torch(monkeypatch, wrong), pytest.raises(MindDPError, match="wrong"):
+        compared()
+
+
+def test_a_ratio_above_one_says_that_the_other_takes_longer():
+    assert bench_collectives.beside("gloo", 3e-4, 200.0) == {
+        "gloo_us": 300.0,
+        "gloo_ratio": 1.5,
+    }
+    assert bench_collectives.beside("stream", 1e-4, 200.0)["of_stream"] == 0.5
+
+
+# ---- Pictures ----
+
+
+@pytest.mark.usefixtures("never_launched")
+def test_without_matplotlib_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(bench_plot, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'minddp\[plot\]'"):
+        bench.main(["all-reduce", "--plot", "a.svg"])
+
+
+def drawn(rows, tmp_path):
+    file = tmp_path / "a.svg"
+    bench_plot.plot(rows, str(file))
+    return file.read_text()
+
+
+def test_a_picture_says_what_it_shows(tmp_path):
+    sizes = (1024, 1 << 20, 25 << 20)
+    others = {"stream_us": 100.0, "predicted_us": 150.0, "gloo_us": 300.0}
+    svg = drawn([row_of(bytes=size) | others for size in sizes], tmp_path)
+    for text in (
+        *("all-reduce, 4 ranks, tcp<", "minddp, measured", "raw stream, the limit"),
+        *("predicted by alpha and B", "gloo (PyTorch)", "bus bandwidth, GB/s"),
+        *("1 KiB", "1 MiB", "25 MiB", "array size"),
+    ):
+        assert text in svg
+    assert "emulated" not in svg
+
+
+def test_a_picture_has_no_curve_for_what_was_not_measured(tmp_path):
+    svg = drawn([row_of(), row_of(bytes=2048, netlab="delay=1ms")][::-1], tmp_path)
+    assert "emulated network (delay=1ms)" in svg
+    assert "minddp, measured" in svg
+    assert not re.search("gloo|raw stream|predicted", svg)
+
+
+def test_several_collectives_have_a_curve_each_and_a_barrier_none(tmp_path):
+    ops = ("all_gather", "reduce", "barrier")
+    rows = [row_of(op, bytes=8 * (op != "barrier")) for op in ops]
+    svg = drawn(rows, tmp_path)
+    assert "Collectives, 4 ranks" in svg
+    assert [op in svg for op in ops] == [True, True, False]
+
+
+def test_a_curve_is_the_bus_bandwidth():
+    row = row_of(n=4, bytes=10**6, median_us=500.0)
+    assert bench_plot.busbw(row | {"gloo_us": 250.0}, "gloo_us") == 6.0
+    assert bench_plot.busbw(row | {"world_size": 1}, "median_us") == 0.0
+
+
+# ---- A start ----
+
+
+def test_a_start_is_cut_where_the_last_rank_has_imported(monkeypatch):
+    """Seconds after the command: rank 1 imports last, rank 0 has its group last."""
+    imported, met = [2.0, 5.0], [6.5, 6.0]
+
+    def body(pg):
+        r = pg.rank
+        return bench_rendezvous.rendezvous_row(pg, 100, 100 + imported[r], 100 + met[r])
+
+    for row in run_groups(2, body):
+        times = [row[name] for name in ("import_s", "meet_s", "total_s")]
+        assert times == [5.0, 1.5, 6.5]
+
+
+def test_where_the_kernel_does_not_tell_memory_is_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_rendezvous, "STATUS", tmp_path / "status")
+    (row,) = run_groups(1, lambda pg: bench_rendezvous.rendezvous_row(pg, 0, 1, 2))
+    assert row["resident_mb"] is row["peak_mb"] is None
+    (tmp_path / "status").write_text("VmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n")
+    assert bench_rendezvous.memory_mb("VmRSS") == 1.024
+
+
+def test_rank_0_tells_each_rank_of_all():
+    def body(pg):
+        return bench_rendezvous.rendezvous_row(pg, 0, 1, 2)["control_bytes_a_rank"]
+
+    costs = [run_groups(n, body)[0] for n in (4, 8, 16)]
+    assert all(a < b < 3 * a for a, b in pairwise(costs)), costs

@@ -1,6 +1,7 @@
 """Every example runs by the command in its docstring and prints what it promises."""
 
 import ast
+import importlib
 import shlex
 from pathlib import Path
 
@@ -71,6 +72,23 @@ def test_examples_are_short_and_numbered_without_a_gap():
     ]
     for path in EXAMPLES:
         assert 30 <= len(Path(path).read_text().splitlines()) <= 80, path.name
+
+
+def test_a_chart_has_every_measurement(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    charts = importlib.import_module("charts")
+    results = {n: {"hook": {"none": 8.0 * n, "fp16": 4.0 * n}} for n in (2, 3)}
+    charts.show(results)
+    assert capsys.readouterr().out.splitlines() == [
+        "hook                  2 ranks  3 ranks",
+        f"  none                   16.0     24.0 {'#' * 40}",
+        f"  fp16                    8.0     12.0 {'#' * 20}",
+    ]
+    pytest.importorskip("matplotlib")
+    charts.draw(results, "emulated", tmp_path / "chart.svg")
+    picture = (tmp_path / "chart.svg").read_text()
+    for text in ("emulated", "hook", "none", "fp16", "2 ranks", "3 ranks"):
+        assert f">{text}<" in picture
 
 
 @pytest.mark.processes

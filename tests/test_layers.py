@@ -14,9 +14,18 @@ COMPUTE = [
     *("data", "checkpoint"),
 ]
 COMMUNICATE = [
-    *("bfloat16", "frame", "handshake", "net", "lobby", "verdict", "control"),
-    *("rendezvous", "ring", "work", "mailbox", "rooted", "shm", "backends"),
-    "payload",
+    *("bfloat16", "frame", "handshake", "net", "netlab", "lobby", "verdict"),
+    "control",
+    *(
+        "rendezvous",
+        "ring",
+        "work",
+        "mailbox",
+        "rooted",
+        "shm",
+        "hierarchy",
+    ),
+    *("payload", "backends.nccl", "backends.mpi", "backends"),
     *("group", "distributed"),
 ]
 MEET = [
@@ -25,7 +34,9 @@ MEET = [
 ]
 AROUND = [
     *("progress", "relay", "supervise", "launch", "multiprocessing", "testing"),
-    *("bench_step", "bench", "__init__", "__main__"),
+    *("bench_clock", "bench_limits", "bench_gloo", "bench_collectives", "bench_step"),
+    *("bench_rendezvous", "bench_table", "bench_plot", "bench"),
+    *("__init__", "__main__"),
 ]
 
 # A module may import those before it in a list that contains it.
@@ -91,14 +102,11 @@ def test_only_net_knows_sockets():
     assert [module for module in modules() if "socket" in imports(module)] == ["net"]
 
 
-def test_only_device_knows_cupy():
-    users = [
-        module
-        for module in modules()
-        if "cupy" in source(module)
-        and any(name.split(".")[0] in ("cupy", "cupyx") for name in imports(module))
-    ]
-    assert users in ([], ["device"])
+def test_only_device_and_nccl_import_cupy_and_only_when_asked():
+    for module in modules():
+        assert not {"cupy", "cupyx"} & {name.split(".")[0] for name in imports(module)}
+    users = [m for m in modules() if 'import_module("cupy' in source(m)]
+    assert users == ["backends.nccl", "device"]
 
 
 @pytest.mark.parametrize("module", modules())

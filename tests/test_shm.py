@@ -282,7 +282,10 @@ def test_ranks_that_disagree_about_the_transport_end_in_an_error_on_both():
     env_of = {1: {"MINDDP_TRANSPORT": "shm"}}
     for result in run(2, meet, env_of=env_of):
         assert result.raised["kind"] == "UsageError", result
-        assert "rank 0 wants the transport 'tcp', but rank 1 'shm'" in result.raised["text"]
+        assert (
+            "rank 0 wants the transport 'tcp', but rank 1 'shm'"
+            in result.raised["text"]
+        )
         assert result.code == 0
 
 

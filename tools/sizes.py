@@ -36,8 +36,12 @@ PARTS = {
         *(
             "rooted",
             "shm",
+            "hierarchy",
             "backends",
+            "backends/nccl",
+            "backends/mpi",
             "mailbox",
+            "netlab",
             "distributed",
             "bfloat16",
             "powersgd",
@@ -52,7 +56,9 @@ PARTS = {
     ],
     "Around them": [
         *("errors", "environment", "launch", "supervise", "relay", "progress"),
-        *("multiprocessing", "testing", "bench", "bench_step", "__init__", "__main__"),
+        *("multiprocessing", "testing", "bench", "bench_clock", "bench_collectives"),
+        *("bench_limits", "bench_gloo", "bench_step", "bench_rendezvous"),
+        *("bench_table", "bench_plot", "__init__", "__main__"),
     ],
 }
 NOISE = {

@@ -5,6 +5,10 @@
     name      where                  what moves the bytes
     tcp       ring.py, rooted.py     TCP links between neighbours, on any hosts
     shm       shm.py                 memory that the ranks of one host share
+    shm+tcp   hierarchy.py           shared memory inside hosts, TCP between them
+    nccl      nccl.py                NVLink, PCIe, InfiniBand, between GPUs; for arrays
+                                     on the host the ring of tcp
+    mpi       mpi.py                 an MPI library; one mpiexec has started all ranks
 
 The group numbers calls, checks arguments, keeps the order, judges failures and sends
 messages, over TCP, whatever the back end is. So a back end is small: it performs a
@@ -23,16 +27,20 @@ In PyTorch: `c10d::Backend`, with ProcessGroupGloo, -NCCL and -MPI behind one in
 Left out: a back end for each kind of device, as "cpu:gloo,cuda:nccl".
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from minddp import ring, rooted, shm
+from minddp import hierarchy, ring, rooted, shm
+from minddp.backends import mpi, nccl
 from minddp.environment import TRANSPORTS
 from minddp.errors import UsageError
 from minddp.frame import HEADER_BYTES, Header
-from minddp.net import Alarm, Deadline, RingLinks
+from minddp.net import Deadline, RingLinks
+from minddp.payload import OnGpu, lend
+from minddp.rendezvous import Rendezvous
 
 Array = np.ndarray[Any, Any]
 Rows = Callable[[Any], Array]  # ProcessGroup.all_gather_rows
@@ -44,7 +52,10 @@ class Backend(Protocol):
     name: str
 
     def perform(self, call: Header, x: Array, deadline: Deadline) -> None:
-        """Perform this collective on the 1-D array x. Raises: PeerError."""
+        """Perform this collective on the 1-D array x.
+
+        Raises: PeerError; UsageError on all ranks alike, if it cannot be.
+        """
 
     def zeros(self, count: int, dtype: Any, all_gather_rows: Rows) -> Array:
         """A 1-D array of zeros that this back end reduces best. All ranks call it."""
@@ -97,6 +108,36 @@ class Ring:
         self._links.close()
 
 
+class Nccl(Ring):
+    """NCCL between GPUs. Arrays on the host go round the ring, as without it."""
+
+    name = "nccl"
+
+    def __init__(self, links: RingLinks, gpus: nccl.Gpus):
+        super().__init__(links)
+        self._gpus = gpus
+
+    def lend(self, row: Any, reduce: str) -> OnGpu:
+        """A row on a GPU as `perform` takes it, in the thread that has written it.
+
+        Raises: UsageError if NCCL cannot do this; nothing has been sent.
+        """
+        self._gpus.check(row, reduce)
+        return lend(row)
+
+    def perform(self, call: Header, x: Any, deadline: Deadline) -> None:
+        if not isinstance(x, OnGpu):
+            super().perform(call, x, deadline)
+            return
+        self._gpus.perform(call, x, deadline)
+        self._messages += 1
+        self._headers += HEADER_BYTES
+
+    def close(self) -> None:
+        super().close()
+        self._gpus.close()
+
+
 class SharedMemory:
     """Memory that all ranks see."""
 
@@ -118,27 +159,110 @@ class SharedMemory:
         self._memory.close()
 
 
+class SharedMemoryAndRing(Ring):
+    """Shared memory inside hosts, a ring between them; and the ring of all ranks."""
+
+    name = "shm+tcp"
+
+    def __init__(self, links: RingLinks, tiers: hierarchy.Tiers):
+        super().__init__(links)
+        self._tiers = tiers
+
+    def perform(self, call: Header, x: Array, deadline: Deadline) -> None:
+        if call.op not in hierarchy.COLLECTIVES:
+            super().perform(call, x, deadline)
+            return
+        hierarchy.compare_headers(self._links, call, deadline)
+        self._headers += HEADER_BYTES
+        hierarchy.COLLECTIVES[call.op](self._tiers, x, call, deadline)
+
+    def zeros(self, count: int, dtype: Any, all_gather_rows: Rows) -> Array:
+        return shm.shared_zeros(self._tiers.memory, count, dtype, all_gather_rows)
+
+    def stats(self) -> dict[str, int]:
+        across = self._tiers.stats()
+        return {name: sent + across[name] for name, sent in super().stats().items()}
+
+    def close(self) -> None:
+        super().close()
+        self._tiers.close()
+
+
 NOTHING_SENT = ("messages", "bytes_sent", "bytes_received", "header_bytes")
 
 
-def meet(wish: str, links: RingLinks, alarm: Alarm, deadline: Deadline) -> Backend:
+def meet(
+    wish: str, links: RingLinks, rendezvous: Rendezvous, deadline: Deadline
+) -> Backend:
     """The back end that all ranks have agreed on; each says what it wishes.
 
     Raises: UsageError on all ranks, if they disagree or it cannot be; PeerError.
     """
     check_agreement(wish, links, deadline)
-    if wish != "tcp" and (memory := shm.meet(links, alarm, deadline, wish == "shm")):
+    if links.emulated:
+        check_sockets(wish)
+        return Ring(links)
+    if wish == "nccl":
+        return Nccl(links, nccl.meet(links, rendezvous.alarm, deadline))
+    if wish == "mpi":
+        return mpi.meet(links, rendezvous.alarm, deadline)
+    if wish == "tcp":
+        return Ring(links)
+    return meet_in_memory(links, rendezvous, deadline, wish == "shm") or Ring(links)
+
+
+def meet_in_memory(
+    links: RingLinks, rendezvous: Rendezvous, deadline: Deadline, insist: bool
+) -> Backend | None:
+    """Shared memory inside hosts, if there is any to share; else None.
+
+    Raises: UsageError on all ranks, if they insist and there is none; PeerError.
+    """
+    hosts = hierarchy.hosts_of_all(links, rendezvous.job.host_id, deadline)
+    if len(hosts) == links.world_size:
+        if insist:
+            raise UsageError(
+                f"transport='shm': the {len(hosts)} ranks are on as many hosts, so no "
+                "two can share memory. A host is what has one kernel, network and pid "
+                "namespace, or one MINDDP_HOSTID. transport='auto' takes TCP instead."
+            )
+        return None
+    mates = next(ranks for ranks in hosts if links.rank in ranks)
+    memory = shm.meet(links, rendezvous.alarm, deadline, mates, insist)
+    if memory is None:
+        return None
+    if len(hosts) == 1:
         return SharedMemory(memory)
-    return Ring(links)
+    try:
+        tiers = hierarchy.connect(hosts, memory, links, rendezvous, deadline)
+    except BaseException:
+        memory.close()
+        raise
+    return SharedMemoryAndRing(links, tiers)
 
 
 def check_agreement(wish: str, links: RingLinks, deadline: Deadline) -> None:
     """Raises: UsageError on all ranks, if not all wish the same."""
-    wishes = ring.rows_of_all(links, [TRANSPORTS.index(wish)], deadline)[:, 0]
+    mine = [TRANSPORTS.index(wish), zlib.crc32(links.emulated.encode())]
+    wishes, labs = ring.rows_of_all(links, mine, deadline).T
+    if (labs != labs[0]).any():
+        raise UsageError(
+            f"rank 0 and rank {np.argmax(labs != labs[0])} differ in MINDDP_NETLAB, "
+            "which all ranks must have alike, or none of them"
+        )
     if (wishes != wishes[0]).any():
         other = int(np.argmax(wishes != wishes[0]))
         a, b = (TRANSPORTS[wishes[k]] for k in (0, other))
         raise UsageError(
             f"rank 0 wants the transport {a!r}, but rank {other} {b!r}. Give all ranks "
             "the same `transport`, or the same MINDDP_TRANSPORT."
+        )
+
+
+def check_sockets(wish: str) -> None:
+    """Raises: UsageError if what is wished would pass by the emulated network."""
+    if wish not in ("tcp", "auto"):
+        raise UsageError(
+            f"MINDDP_NETLAB emulates a network, which the transport {wish!r} would not "
+            "use. Unset one of them, or take the transport 'tcp' or 'auto'."
         )

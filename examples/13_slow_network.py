@@ -1,0 +1,80 @@
+"""The curves of DDP on a slow network: size of a bucket, overlap, no_sync, hooks.
+
+    minddp run -n 3 examples/13_slow_network.py --quick
+
+The network lab (minddp/netlab.py) slows down the links between ranks on one machine.
+Printed are ms for a batch on 2 ranks, on 3, ...; --plot FILE draws them. The last line:
+
+    [rank 0] all on an emulated network: rate=200mbit, delay=0.3ms
+"""
+
+import argparse
+import os
+import time
+
+import charts  # beside this file
+import numpy as np
+
+import minddp
+from minddp import functional as F
+from minddp import nn, optim
+from minddp.comm_hooks import allreduce_hook, fp16_compress_hook
+from minddp.ddp import DistributedDataParallel as DDP
+from minddp.powersgd import PowerSGDState, powerSGD_hook
+
+HOOKS = allreduce_hook, fp16_compress_hook, powerSGD_hook
+SUM, BEST = allreduce_hook, 0.3  # MiB; with 2, all are in one bucket: no overlap
+CURVES = {  # what is varied: {how: (MiB a bucket, hook, batches a step)}
+    "bucket": {f"{cap} MiB": (cap, SUM, 1) for cap in (0.0005, 0.1, BEST, 0.6, 2)},
+    "overlap": {"no network": (2, SUM, 0), "off": (2, SUM, 1), "on": (BEST, SUM, 1)},
+    "batches a step": {str(k): (BEST, SUM, k) for k in (1, 2, 4)},
+    "hook": {hook.__name__: (BEST, hook, 1) for hook in HOOKS},
+}
+
+
+def batches(pg, cap, hook, every):
+    """Yields the ms for a batch; gradients (1 MiB) are averaged after so many."""
+    layers = [layer for _ in range(12) for layer in (nn.ReLU(), nn.Linear(144, 144))]
+    ddp = DDP(nn.Sequential(*layers), pg, bucket_cap_mb=cap, check_sync_every=0)
+    state = PowerSGDState(pg, 2, 2) if hook is powerSGD_hook else pg
+    ddp.register_comm_hook(state, hook)
+    optimizer = optim.SGD(ddp.parameters(), lr=1e-6)
+    x = np.random.default_rng(pg.rank).standard_normal((2048, 144), np.float32)
+    while True:
+        start = time.perf_counter()
+        for i in range(every or 1):
+            ddp.require_backward_grad_sync = i == every - 1
+            F.mse_loss(ddp(x), x, reduction="sum").backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield (time.perf_counter() - start) / (every or 1) * 1e3
+
+
+def measure(pg, rounds):
+    """{curve: {how: median ms}}. All take turns, so that a disturbance hits all."""
+    runs = {k: batches(pg, *k) for hows in CURVES.values() for k in hows.values()}
+    ms = {k: [] for k in runs}
+    for _ in range(1 + rounds):  # in the first, DDP makes its buckets anew
+        for kind, run in runs.items():
+            pg.barrier()
+            ms[kind].append(next(run))
+    return {c: {h: np.median(ms[k][1:]) for h, k in CURVES[c].items()} for c in CURVES}
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--quick", action="store_true")
+parser.add_argument("--plot")
+options = parser.parse_args()
+os.environ.setdefault("MINDDP_NETLAB", "rate=200mbit, delay=0.3ms")
+world = minddp.init_process_group()
+results = {}
+for n in range(2, world.world_size + 1):
+    if pg := world.split(0 if world.rank < n else None):
+        results[n] = measure(pg, 1 if options.quick else 8)
+        pg.close()
+if world.rank == 0:
+    charts.show(results)
+    if options.plot:
+        charts.draw(results, f"ms for a batch, emulated: {world.netlab}", options.plot)
+    print(f"all on an emulated network: {world.netlab}")
+world.close()
