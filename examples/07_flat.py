@@ -5,7 +5,7 @@
 Compare average_gradients with that of 06_average_by_hand.py. The last lines it prints:
 
     [rank 0] loss 0.17 after 48 steps
-    [rank 0] a step took 2 messages, and the network slept during backward
+    [rank 0] messages a step: 1, and the network slept during backward
 """
 
 import numpy as np
@@ -51,5 +51,5 @@ for epoch in range(EPOCHS):
 messages = pg.stats()["messages"] // steps
 if pg.rank == 0:
     print(f"loss {loss.item():.2f} after {steps} steps")
-    print(f"a step took {messages} messages, and the network slept during backward")
+    print(f"messages a step: {messages}, and the network slept during backward")
 pg.close()

@@ -6,7 +6,7 @@ All ranks get their gradients in the same order here, as they run the same progr
 one did not, its k-th all-reduce would meet another parameter's. The last lines:
 
     [rank 0] loss 0.17 after 48 steps
-    [rank 0] a step took 5 messages, sent while backward ran
+    [rank 0] messages a step: 4, sent while backward ran
 """
 
 import minddp
@@ -57,5 +57,5 @@ for epoch in range(EPOCHS):
 messages = pg.stats()["messages"] // steps
 if pg.rank == 0:
     print(f"loss {loss.item():.2f} after {steps} steps")
-    print(f"a step took {messages} messages, sent while backward ran")
+    print(f"messages a step: {messages}, sent while backward ran")
 pg.close()

@@ -5,7 +5,7 @@
 Small buckets, so that this small model has two. The last lines it prints:
 
     [rank 0] loss 0.17 after 48 steps
-    [rank 0] a step took 3 messages, sent while backward ran
+    [rank 0] messages a step: 2, sent while backward ran
 """
 
 import minddp
@@ -70,5 +70,5 @@ for epoch in range(EPOCHS):
 messages = pg.stats()["messages"] // steps
 if pg.rank == 0:
     print(f"loss {loss.item():.2f} after {steps} steps")
-    print(f"a step took {messages} messages, sent while backward ran")
+    print(f"messages a step: {messages}, sent while backward ran")
 pg.close()

@@ -22,6 +22,10 @@ numbers below 2**24, which float32 has exactly:
 127 is prime: no two chunks of a power of two begin alike. An array of ones would be
 right in any order.
 
+An all-reduce is of an array that the group has made (`ProcessGroup.zeros`), as DDP's
+buckets are. In shared memory that is reduced where it lies; one that comes from
+elsewhere is copied in and out, which `plain_us` tells.
+
 Rule.  A round took what it took the ranks on average, as in nccl-tests: by one rank's
        clock it would seem short whenever that rank leaves the barrier last. With a
        root, and in messages, it is what the slowest rank took: others are through once
@@ -205,8 +209,12 @@ def measure(
     gloo: makes a call that all-reduces an array in place.
     """
     collective = COLLECTIVES[op]
-    x = np.empty(count * collective.arrays, np.float32)
+    length = count * collective.arrays
+    x = np.empty(length, np.float32) if op != "all_reduce" else pg.zeros(length)
     trials = {"": trial(pg, op, x, count, lambda: collective.call(pg, x))}
+    if op == "all_reduce" and pg.transport != "tcp":
+        plain = np.empty_like(x)
+        trials["plain"] = trial(pg, op, plain, count, lambda: pg.all_reduce(plain))
     if with_stream and pg.transport == "tcp" and pg.world_size > 1:
         trials["stream"] = Trial(raw_stream(pg, count))
     if gloo:

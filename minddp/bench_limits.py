@@ -1,8 +1,8 @@
 """What a ring can reach: the raw stream of its links, and a model of two numbers.
 
 The raw stream is what an all-reduce moves, with nothing else: each rank sends as many
-bytes to the right as come from the left, from one buffer and into another, without a
-header, a segment or a sum. No ring over these links can be faster.
+bytes to the right as come from the left, from memory as large as they are and into as
+much, without a header, a segment or a sum. No ring over these links can be faster.
 
     rank r-1  ===bytes===>  rank r  ===bytes===>  rank r+1        both at once
 
@@ -44,8 +44,6 @@ from minddp.ring import Links, arrivals
 
 Row = dict[str, Any]
 
-BUFFER_BYTES = 1 << 20  # as fast as larger ones, and stays in the cache
-
 
 def steps_of_all_reduce(count: int, r: int, n: int) -> list[int]:
     """The bytes that come to rank r in each step, for `count` float32 elements."""
@@ -67,27 +65,22 @@ def raw_stream(pg: ProcessGroup, count: int) -> Callable[[], None]:
     outgoing = sum(steps_of_all_reduce(count, (r + 1) % n, n))
     incoming = sum(steps_of_all_reduce(count, r, n))
     # Written to, since memory that nobody has written to is one page of zeros.
-    out, into = (memoryview(bytearray(b"\1") * BUFFER_BYTES) for _ in range(2))
-    return lambda: stream(links, out, into, outgoing, incoming, Deadline(pg.timeout))
+    out, into = (np.ones(nbytes, np.uint8).data for nbytes in (outgoing, incoming))
+    return lambda: stream(links, out, into, Deadline(pg.timeout))
 
 
-def stream(
-    links: Links,
-    out: memoryview,
-    into: memoryview,
-    outgoing: int,
-    incoming: int,
-    deadline: Deadline,
-) -> None:
-    """Send `outgoing` bytes to the right while `incoming` come from the left; `out` and
-    `into` are used again and again. Raises: PeerError."""
-    while outgoing or incoming:
-        sent = links.send_some([out[:outgoing]]) if outgoing else 0
-        received = links.recv_some(into[:incoming]) if incoming else 0
-        outgoing, incoming = outgoing - sent, incoming - received
+def stream(links: Links, out: memoryview, into: memoryview, deadline: Deadline) -> None:
+    """Send `out` to the right while `into` is filled from the left.
+
+    Raises: PeerError.
+    """
+    while out or into:
+        sent = links.send_some([out]) if out else 0
+        received = links.recv_some(into) if into else 0
+        out, into = out[sent:], into[received:]
         if sent or received:
             deadline.restart()
-        elif not links.wait(bool(outgoing), bool(incoming), deadline):
+        elif not links.wait(bool(out), bool(into), deadline):
             text = f"the raw stream stood still for {deadline.seconds:g} s"
             raise PeerTimeout(text, links.left.peer)
 

@@ -35,6 +35,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 CURVES = (
     ("stream_us", {"color": "#7f7f7f", "ls": ":", "lw": 2}, "raw stream, the limit"),
     ("predicted_us", {"color": "#d6852b", "ls": "--"}, "predicted by alpha and B"),
+    ("plain_us", {"color": "#1f5fa8", "ls": "--"}, "minddp, copied in and out"),
     ("gloo_us", {"color": "#6a51a3", "marker": "s"}, "gloo (PyTorch)"),
     ("median_us", {"color": "#1f5fa8", "marker": "o", "lw": 2.2}, "minddp, measured"),
 )

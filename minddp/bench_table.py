@@ -43,6 +43,7 @@ COLLECTIVE: dict[str, Column] = {
     "algbw_GBps": ("algbw GB/s", fixed(3)),
     "busbw_GBps": ("busbw GB/s", fixed(3)),
     "predicted_us": ("predicted us", fixed(1)),
+    "plain_us": ("plain us", fixed(1)),
     "stream_us": ("stream us", fixed(1)),
     "of_stream": ("of stream", fixed(2)),
     "gloo_us": ("gloo us", fixed(1)),

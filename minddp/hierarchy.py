@@ -23,7 +23,7 @@ Broadcast goes up from the root, across, and down; a barrier is the same without
 An average is summed up and across and divided once by the number of all ranks: hosts
 may have unequally many, so an average of averages would be wrong.
 
-Bytes.  n ranks on h hosts, an array of B bytes, above ring.py's SMALL_BYTES. What one
+Bytes.  n ranks on h hosts, an array of B bytes that travels in chunks. What one
         host sends over its cable:
 
             ring of all ranks, each host's in a row    2 (n-1)/n B

@@ -37,14 +37,14 @@ receiving by one chunk:
     receive   | chunk r-2 | chunk r-3 |    ...    |  chunk r  | chunk r-1 | ...
     send      | chunk r-1 | chunk r-2 | chunk r-3 |    ...    |  chunk r  | ...
 
-Small arrays.  Where a step's latency outweighs its bytes, chunks only cost time. Arrays
-of up to SMALL_BYTES are passed on whole, and when a rank has those of all others it
+Small arrays.  Where a step's latency outweighs its bytes, chunks only cost time. Such
+an array is passed on whole (`goes_whole`), and when a rank has those of all others it
 adds them by itself, each chunk in the order in which the ring adds it:
 
     n = 4     s=0         s=1         s=2
     0 sends   x0          x3          x2          then every rank adds x0, x1, x2, x3
 
-For two ranks this is the direct exchange: one message each way.
+For two ranks this is the direct exchange, one message each way for the same bytes.
 
 Invariants.
 
@@ -83,9 +83,13 @@ Script = Iterator[bytearray | memoryview]  # yields each buffer that it wants fi
 # larger ones leave the L2 cache before they are added.
 SEGMENT_BYTES = 512 * 1024
 
-# A link of 1 Gbit/s carries about as much in the 0.1 ms that a step takes anyway. On
-# loopback whole arrays win up to 64 KiB: by 1.6 with 4 ranks, by 1.9 with 16.
-SMALL_BYTES = 16 * 1024
+# Bytes that may be sent more for each step that is saved: a link of 1 Gbit/s carries as
+# many in the 0.1 ms that a step takes anyway. On loopback, chunks of such an array took
+# 1.5 times as long as the whole with 2 ranks, 1.6 with 4, 1.9 with 16.
+STEP_BYTES = 16 * 1024
+# Larger ones must be cut, or nothing is added while the next bytes come: with 2 ranks
+# both ways are level from here to 512 KiB.
+WHOLE_BYTES = 256 * 1024
 
 COMBINE: dict[str, Callable[..., Array]] = {
     "sum": np.add,
@@ -285,7 +289,7 @@ def all_gather(links: Links, x: Array, call: Header, deadline: Deadline) -> None
 
 def all_reduce(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     """As `all_reduce_stepwise`, in segments, without a pause between the phases."""
-    if x.nbytes <= SMALL_BYTES:
+    if goes_whole(x.nbytes, links.world_size):
         all_reduce_small(links, x, call, deadline)
         return
     ready = start_with(links, x, links.rank - 1)
@@ -295,6 +299,15 @@ def all_reduce(links: Links, x: Array, call: Header, deadline: Deadline) -> None
         yield from keep_all(links, x, ready)
 
     run_collective(links, ready, script(), call, deadline)
+
+
+def goes_whole(nbytes: int, n: int) -> bool:
+    """Whether an array of this size is passed on whole by an all-reduce of n ranks.
+
+    That saves n-1 steps and costs (n-1) (1 - 2/n) nbytes more on every link, so each
+    step (1 - 2/n) nbytes; for 2 ranks nothing.
+    """
+    return nbytes <= WHOLE_BYTES and (n - 2) * nbytes <= n * STEP_BYTES
 
 
 def all_reduce_small(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
@@ -413,7 +426,7 @@ def arrivals(call: Header, r: int, n: int) -> list[int]:
     which gives [10000, 10000, 10004, 10000, 10000, 10000].
     """
     root = call.root
-    if call.op in ("all_reduce", "barrier") and call.nbytes <= SMALL_BYTES:
+    if call.op in ("all_reduce", "barrier") and goes_whole(call.nbytes, n):
         return [call.nbytes] * (n - 1)
     if call.op in ("broadcast", "reduce"):
         nothing = (

@@ -22,6 +22,7 @@ from minddp import (
     bench_plot,
     bench_rendezvous,
     bench_step,
+    shm,
 )
 from minddp import functional as F
 from minddp.bench_clock import Trial, take_turns
@@ -88,7 +89,7 @@ def test_shared_memory_has_no_stream_and_people_see_all_sizes():
     finished = run(["minddp", "bench", "all-reduce", *options])
     title, head, *lines = finished.stdout.splitlines()
     assert title == "all_reduce, 2 ranks, shm, float32"
-    assert head.split("  ")[-1] == "busbw GB/s"
+    assert head.split("  ")[-1] == "plain us"
     assert [line.split()[:2] for line in lines] == [["1", "KiB"], ["1,000", "B"]]
 
 
@@ -520,10 +521,24 @@ def test_only_an_all_reduce_over_tcp_by_itself_has_a_stream():
     assert [row["bytes"] for row in rows if row["stream_us"] > 0] == [8, 4]
     for rows in (
         measured_ops("collectives"),
-        measured_ops("all-reduce", "shm"),
         measured_ops("all-reduce", n=1),
     ):
         assert all(list(row) == PLAIN for row in rows)
+
+
+@pytest.mark.usefixtures("once")
+def test_in_shared_memory_an_array_that_must_be_copied_is_timed_besides(monkeypatch):
+    monkeypatch.setattr("minddp.shm.SMALL_BYTES", 0)  # else nothing is shared
+    reduced = []
+    in_place = shm.all_reduce_in_place
+    monkeypatch.setattr(
+        "minddp.shm.all_reduce_in_place",
+        lambda *arguments: (reduced.append(len(arguments[1])), in_place(*arguments)),
+    )
+    for row in measured_ops("all-reduce", "shm"):
+        assert [*PLAIN, "plain_us", "plain_ratio"] == list(row)
+        assert row["plain_us"] > 0
+    assert set(reduced) == {1, 2}, "the group's arrays, and no others"
 
 
 # ---- The limits: stream and model ----
@@ -547,21 +562,24 @@ def test_a_stream_moves_the_bytes_of_an_all_reduce_and_leaves_the_ring_in_step(n
 
 def test_a_stream_survives_short_reads_and_uneven_sides():
     def body(links):
-        out = memoryview(bytes([links.rank]) * 7)
-        into = memoryview(bytearray(7))
         counts = [20, 0, 33]
-        outgoing, incoming = counts[links.rank], counts[links.rank - 1]
-        bench_limits.stream(links, out, into, outgoing, incoming, Deadline(5))
-        return links.bytes_sent, links.bytes_received
+        out = memoryview(bytes([links.rank]) * counts[links.rank])
+        into = bytearray(counts[links.rank - 1])
+        bench_limits.stream(links, out, memoryview(into), Deadline(5))
+        return links.bytes_sent, links.bytes_received, set(into)
 
-    assert run_ranks(3, body, capacity=5) == [(20, 33), (0, 20), (33, 0)]
+    assert run_ranks(3, body, capacity=5) == [
+        (20, 33, {2}),
+        (0, 20, {0}),
+        (33, 0, set()),
+    ]
 
 
 def test_a_stream_that_stands_still_names_the_left_neighbour():
     def body(links):
         if links.rank == 0:
             into = memoryview(bytearray(8))
-            bench_limits.stream(links, into, into, 0, 8, Deadline(0.05))
+            bench_limits.stream(links, into[:0], into, Deadline(0.05))
 
     with pytest.raises(PeerTimeout, match=r"stood still for 0\.05 s") as late:
         run_ranks(3, body)

@@ -176,7 +176,7 @@ def test_a_wrong_call_is_refused_before_anything_is_sent(bad, says):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_the_bytes_of_a_socket_equal_the_formula(n):
     def body(pg):
-        x = np.ones(12 * 1000, np.float32)
+        x = np.ones(12 * 10_000, np.float32)
         for _ in range(5):
             pg.all_reduce(x)
         return pg.stats(), x.nbytes

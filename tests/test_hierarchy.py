@@ -49,7 +49,7 @@ def small_areas(monkeypatch):
     monkeypatch.setattr(shm, "FILE_BYTES", shm.PAGE + shm.AREAS * 1024)
     monkeypatch.setattr(shm, "SMALL_BYTES", 64)
     monkeypatch.setattr(shm, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(ring, "SMALL_BYTES", 64)
+    monkeypatch.setattr(ring, "WHOLE_BYTES", 64)
 
 
 def whole_numbers(rank, length, dtype="float64"):
@@ -234,7 +234,7 @@ def test_ddp_trains_alike_on_all_ranks_in_buckets_that_a_host_shares(monkeypatch
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_bytes_between_hosts_are_those_of_a_ring_of_hosts(layout, shared):
     def body(pg):
-        length = 6 * 10_000
+        length = 6 * 20_000
         x = pg.zeros(length, np.float32) if shared else np.ones(length, np.float32)
         before = pg.stats()
         pg.all_reduce(x, "avg")

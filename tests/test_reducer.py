@@ -196,7 +196,7 @@ def test_many_small_parameters_cost_as_many_messages_as_there_are_buckets():
         ddp(np.ones((2, 8), np.float32)).sum().backward()
         return pg.stats()["messages"] - before, len(ddp.buckets)
 
-    assert run_groups(3, body) == [(4, 1)] * 3  # 2 (n-1), once
+    assert run_groups(3, body) == [(2, 1)] * 3  # n-1, once
 
 
 def test_setting_gradients_to_zero_instead_of_none_is_as_good():

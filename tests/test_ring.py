@@ -55,14 +55,14 @@ def on_revealing_arrays(n, op, length, **settings):
 def in_chunks(monkeypatch):
     """However small an array is, its chunks travel, in short segments."""
     monkeypatch.setattr(ring, "SEGMENT_BYTES", 64)
-    monkeypatch.setattr(ring, "SMALL_BYTES", 0)
+    monkeypatch.setattr(ring, "WHOLE_BYTES", 0)
 
 
 @pytest.fixture(params=["in chunks", "whole"])
 def either_way(request, monkeypatch):
     """Both algorithms of all_reduce."""
     monkeypatch.setattr(ring, "SEGMENT_BYTES", 64)
-    monkeypatch.setattr(ring, "SMALL_BYTES", 10_000 * (request.param == "whole"))
+    monkeypatch.setattr(ring, "WHOLE_BYTES", 10_000 * (request.param == "whole"))
 
 
 # ---- Plans ----
@@ -100,12 +100,16 @@ def test_what_rank_0_of_4_receives_in_each_step(in_chunks):
 
 
 def test_a_small_array_comes_whole_in_half_as_many_steps():
-    x = np.zeros(ring.SMALL_BYTES // 4 + 1, np.float32)
+    x = np.zeros(ring.STEP_BYTES // 4 * 2 + 1, np.float32)  # 4 ranks: half is overhead
     small = call("all_reduce", x[1:])
-    assert ring.arrivals(small, 0, 4) == [ring.SMALL_BYTES] * 3
+    assert ring.arrivals(small, 0, 4) == [2 * ring.STEP_BYTES] * 3
     assert len(ring.arrivals(call("all_reduce", x), 0, 4)) == 6
+    assert len(ring.arrivals(small, 0, 8)) == 14, "there 3/4 are"
+    x = np.zeros(ring.WHOLE_BYTES // 4 + 1, np.float32)  # 2 ranks: none is
+    assert ring.arrivals(call("all_reduce", x[1:]), 1, 2) == [ring.WHOLE_BYTES]
+    assert len(ring.arrivals(call("all_reduce", x), 1, 2)) == 2
     assert ring.arrivals(call("barrier", np.ones(1, np.uint8)), 2, 5) == [1] * 4
-    assert len(ring.arrivals(call("reduce_scatter", x[1:]), 0, 4)) == 3
+    assert len(ring.arrivals(call("reduce_scatter", x[1:9]), 0, 4)) == 3
 
 
 # ---- Who owns what ----

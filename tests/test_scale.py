@@ -5,7 +5,7 @@ import pytest
 
 import minddp
 from minddp import net, nn
-from minddp.ring import SMALL_BYTES, chunk
+from minddp.ring import STEP_BYTES, chunk
 from minddp.testing import run_groups
 
 
@@ -16,7 +16,7 @@ def test_many_ranks_get_every_collective_right(n, transport):
     total = lambda length: n * np.arange(length) + 100.0 * n * (n - 1) / 2  # noqa: E731
     small, large = (
         7,
-        SMALL_BYTES // 8 * 3 + 5,
+        STEP_BYTES // 8 * 3 + 5,
     )  # the first has fewer elements than ranks
 
     def body(pg):
