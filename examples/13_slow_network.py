@@ -39,7 +39,7 @@ def batches(pg, cap, hook, every):
     state = PowerSGDState(pg, 2, 2) if hook is powerSGD_hook else pg
     ddp.register_comm_hook(state, hook)
     optimizer = optim.SGD(ddp.parameters(), lr=1e-6)
-    x = np.random.default_rng(pg.rank).standard_normal((2048, 144), np.float32)
+    x = np.random.default_rng(pg.rank).standard_normal((4096, 144), np.float32)
     while True:
         start = time.perf_counter()
         for i in range(every or 1):
