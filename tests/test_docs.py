@@ -22,6 +22,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import sizes  # noqa: E402
 
 
+SOURCES = ROOT / "minddp", ROOT
+
+
 def text_of(page):
     return page.read_text()
 
@@ -51,8 +54,8 @@ def defined_in(path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_name_on_a_page_resolves(page):
     for file, name in references(page):
-        path = ROOT / file if "/" in file else ROOT / "minddp" / file
-        assert path.exists(), f"{page.name} names {file}"
+        path = next((p / file for p in SOURCES if (p / file).exists()), None)
+        assert path, f"{page.name} names {file}"
         assert name in defined_in(path), f"{page.name} names {file}:{name}"
 
 
