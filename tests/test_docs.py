@@ -21,7 +21,6 @@ PARTS = [
 sys.path.insert(0, str(ROOT / "tools"))
 import sizes  # noqa: E402
 
-
 SOURCES = ROOT / "minddp", ROOT
 
 
