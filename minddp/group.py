@@ -6,15 +6,15 @@
 
 What happens to an array on its way:
 
-    caller's array  --native_flat-->  1-D view or copy  --ring-->  caller's array
+    caller's array --native_flat--> 1-D view or copy --back end--> caller's array
                                              |
                Header: #17, all_reduce, sum, float32, count     (the call's fingerprint)
 
 Rule 1.  All ranks make the same calls in the same order. A call is numbered, and its
          number travels in the fingerprint, so a rank that skips or repeats one is found
          out.
-Rule 2.  A UsageError is raised before anything is sent or written. A PeerError ends the
-         group on all ranks: later calls raise the same cause at once.
+Rule 2.  A UsageError is raised before any array is sent or written. A PeerError ends
+         the group on all ranks: later calls raise the same cause at once.
 Rule 3.  The result lands in the caller's array, whatever its strides. Reducing a
          contiguous copy and forgetting to copy back is a bug that no error message
          would show.
@@ -40,6 +40,7 @@ import numpy as np
 
 from minddp import backends, ring
 from minddp.backends import mpi
+from minddp.backends.tcp import traffic
 from minddp.environment import Job, chosen_transport, from_environment
 from minddp.errors import (
     PeerError,
@@ -87,7 +88,8 @@ def init_process_group(
     What is not given is taken from the environment that the launcher made (`minddp
     run`, torchrun, mpiexec, srun); with neither, the world has one rank.
 
-    timeout: seconds that a collective may go without a byte moving.
+    timeout: seconds that a collective may go without a byte moving; with NCCL, that it
+    may take.
     rendezvous_timeout: seconds to wait for all ranks to come.
     transport: what carries collectives, the same on all ranks: "tcp" (the default),
     "shm", memory that the ranks of a host share (shm.py), with TCP between hosts if
@@ -181,6 +183,11 @@ class ProcessGroup:
         """What carries collectives: the name of a back end (backends/__init__.py), as
         "tcp", "shm" or "shm+tcp"; "tcp" in a world of one."""
         return self._backend.name if self._backend else "tcp"
+
+    @property
+    def ring_links(self) -> RingLinks | None:
+        """The links to both neighbours, for measuring them; None in a world of one."""
+        return self._links
 
     @property
     def netlab(self) -> str:
@@ -443,7 +450,7 @@ class ProcessGroup:
         )
         if listener:
             listener.close()
-        # All may share memory with somebody, and these yet be on as many hosts.
+        # No two ranks of a sub-group need share a host, so it must not insist.
         wish = "auto" if self._wish == "shm" else self._wish
         group = ProcessGroup(job, self.timeout, self.timeout, wish)
         group.ranks = [self.ranks[k] for k in members]
@@ -461,10 +468,10 @@ class ProcessGroup:
         control_bytes_sent, the heartbeats and other small talk with rank 0. TCP's own
         headers are not counted.
         """
-        mail, nothing = self._mailbox, dict.fromkeys(backends.NOTHING_SENT, 0)
+        mail = self._mailbox
         return {
             "collectives": self._sequence,
-            **(self._backend.stats() if self._backend else nothing),
+            **(self._backend.stats() if self._backend else traffic()),
             "mail_bytes_sent": mail.bytes_moved(sends=True) if mail else 0,
             "mail_bytes_received": mail.bytes_moved(sends=False) if mail else 0,
             "control_bytes_sent": self._control.bytes_sent if self._links else 0,
@@ -489,7 +496,9 @@ class ProcessGroup:
         bucket = whole(f"{op} for bucket", bucket, -1, 2**15 - 1)
         with self._lock:
             self._check_alive()
-            flat = self._lend(row, reduce) if on_gpu(row) else row
+            flat = row
+            if self._backend and on_gpu(row):
+                flat = self._backend.lend(row, reduce)
             self._sequence += 1
             dtype = wire_name(row.dtype)
             what = op, reduce, dtype, root, bucket, row.size, row.nbytes
@@ -502,12 +511,6 @@ class ProcessGroup:
         if not async_op:
             work.wait()
         return work
-
-    def _lend(self, row: Any, reduce: str) -> Any:
-        """A row on a GPU as the back end takes it."""
-        if isinstance(self._backend, backends.Nccl):
-            return self._backend.lend(row, reduce)
-        return staged(row) if self._backend else row
 
     def _perform(self, call: Header, flat: Any, array: Array) -> None:
         """Run a collective and bring its result home into the caller's array."""

@@ -70,7 +70,6 @@ tenth); a ring for each local rank, for hosts with several network cards; more t
 """
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -79,6 +78,7 @@ from typing import Any
 import numpy as np
 
 from minddp import ring, shm
+from minddp.combine import combine, hand_out
 from minddp.frame import HEADER_BYTES, Header
 from minddp.net import Alarm, Bytes, Deadline, Link, RingLinks
 from minddp.rendezvous import Rendezvous
@@ -248,12 +248,6 @@ def part_of(call: Header, **changes: Any) -> Part:
     return Part(**(fields | changes), whole=call)
 
 
-def compare_headers(links: ring.Links, call: Header, deadline: Deadline) -> None:
-    """Rule 1. Raises: PeerMismatch if the left neighbour is in another call;
-    PeerError."""
-    ring.run_collective(links, deque(), iter(()), call, deadline)
-
-
 # ---- Collectives: their names are those of ring.py and shm.py ----
 
 
@@ -282,7 +276,7 @@ def all_reduce_in_place(
     leaders = [*order, memory.rank].index(0)
     sums, copies = arrays[leaders], arrays[:leaders] + arrays[leaders + 1 :]
     if copies:
-        shm.combine(arrays, [sums], part)
+        combine(arrays, [sums], part)
     memory.barrier(part, deadline)
     tiers.across(ring.all_reduce, x, part, deadline)
     memory.barrier(part, deadline)
@@ -290,17 +284,6 @@ def all_reduce_in_place(
     divisor = tiers.world_size if part.whole.reduce == "avg" else 1
     hand_out(sums, copies, divisor)
     memory.barrier(part, deadline)
-
-
-def hand_out(sums: Array, copies: Sequence[Array], divisor: int) -> None:
-    """Divide what is summed, and copy it; in blocks, which are copied from cache."""
-    step = shm.BLOCK_BYTES // sums.itemsize
-    for start in range(0, len(sums), step):
-        block = sums[start : start + step]
-        if divisor > 1:
-            block /= divisor
-        for copy in copies:
-            copy[start : start + step] = block
 
 
 def broadcast(tiers: Tiers, x: Array, call: Header, deadline: Deadline) -> None:

@@ -20,8 +20,8 @@ array: chunk k belongs to rank k.
 Cost, in bytes per link: reduce B; gather and scatter up to (n-1)/n B; all-to-all
 (n-1)/2 B, where direct links between all pairs would need (n-1)/n B in all.
 
-In PyTorch: gloo's reduce.cc, gather.cc, scatter.cc and alltoall.cc, which send directly
-from rank to rank.
+In PyTorch: gloo's gather.cc, scatter.cc and alltoall.cc, which send directly from rank
+to rank; its reduce.cc is a reduce-scatter whose chunks then go to the root.
 
 Left out: direct links, for which see mailbox.py.
 """
@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from minddp.combine import combiner
 from minddp.frame import Header
 from minddp.net import Bytes, Deadline
 from minddp.ring import (
@@ -38,7 +39,6 @@ from minddp.ring import (
     Script,
     as_bytes,
     chunk,
-    combiner,
     fill,
     run_collective,
     segments,

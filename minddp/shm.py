@@ -98,10 +98,11 @@ from typing import Any
 import numpy as np
 
 from minddp import ring
+from minddp.combine import combine
 from minddp.errors import PeerTimeout, UsageError
 from minddp.frame import HEADER_BYTES, Header
 from minddp.net import Alarm, Deadline
-from minddp.ring import add_in_order, chunk, combiner, mismatch
+from minddp.ring import add_in_order, chunk, mismatch
 
 Array = np.ndarray[Any, Any]
 Stage = Callable[[int], None]  # what happens to piece p
@@ -112,7 +113,6 @@ MOVES_AT = 320  # behind two counters and the headers of three intervals
 LINE = 64  # bytes that processors move at once: what others write does not share one
 AREAS = 3
 AREA_BYTES = 1 << 20  # as measured: what is given is still in a cache when it is taken
-BLOCK_BYTES = 128 * 1024  # added at a time, so that it is copied from the L2 cache
 SMALL_BYTES = 32 * 1024  # up to here everybody adds everything
 FILE_BYTES = PAGE + AREAS * AREA_BYTES
 SPINS = 100  # looks at a counter without a system call: 5 us
@@ -472,27 +472,6 @@ def perform(
         for s, stage in enumerate(stages):
             if 0 <= i - s < pieces:
                 stage(i - s)
-
-
-def combine(arrays: Sequence[Array], results: Sequence[Array], call: Header) -> None:
-    """All results become a0 + a1 + ..., in this order, or whatever the call says.
-
-    A result may be one of the arrays. In blocks: what was added is copied from cache.
-    """
-    add, step = combiner(call), BLOCK_BYTES // arrays[0].itemsize
-    scratch = np.empty(
-        min(step, len(arrays[0])) if len(arrays) > 2 else 0, arrays[0].dtype
-    )
-    for start in range(0, len(arrays[0]), step):
-        total, *rest = (x[start : start + step] for x in arrays)
-        result, *copies = (x[start : start + step] for x in results)
-        for x in rest[:-1]:
-            total = add(total, x, out=scratch[: len(x)])
-        add(total, rest[-1], out=result)
-        if call.reduce == "avg":
-            result /= len(arrays)
-        for copy in copies:
-            copy[...] = result
 
 
 # ---- Collectives: their names are those of ring.py and rooted.py ----

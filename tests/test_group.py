@@ -341,7 +341,8 @@ def test_a_dead_group_stays_dead_and_says_why_at_once(transport):
 
 
 def test_an_interrupt_in_a_collective_ends_the_group_on_all_ranks(monkeypatch):
-    from minddp import backends, ring
+    from minddp import ring
+    from minddp.backends import tcp
 
     waiting = threading.Event()
 
@@ -350,7 +351,7 @@ def test_an_interrupt_in_a_collective_ends_the_group_on_all_ranks(monkeypatch):
             raise KeyboardInterrupt
         ring.all_reduce(links, *rest)
 
-    monkeypatch.setitem(backends.RING, "all_reduce", interrupted)
+    monkeypatch.setitem(tcp.RING, "all_reduce", interrupted)
 
     def body(pg):
         try:

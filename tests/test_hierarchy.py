@@ -48,7 +48,7 @@ def small_areas(monkeypatch):
     monkeypatch.setattr(shm, "AREA_BYTES", 1024)
     monkeypatch.setattr(shm, "FILE_BYTES", shm.PAGE + shm.AREAS * 1024)
     monkeypatch.setattr(shm, "SMALL_BYTES", 64)
-    monkeypatch.setattr(shm, "BLOCK_BYTES", 64)
+    monkeypatch.setattr("minddp.combine.BLOCK_BYTES", 64)
     monkeypatch.setattr(ring, "WHOLE_BYTES", 64)
 
 

@@ -18,6 +18,7 @@ COMMUNICATE = [
     "control",
     *(
         "rendezvous",
+        "combine",
         "ring",
         "work",
         "mailbox",
@@ -25,7 +26,14 @@ COMMUNICATE = [
         "shm",
         "hierarchy",
     ),
-    *("payload", "backends.nccl", "backends.mpi", "backends"),
+    *(
+        "payload",
+        "backends.tcp",
+        "backends.memory",
+        "backends.nccl",
+        "backends.mpi",
+        "backends",
+    ),
     *("group", "distributed"),
 ]
 MEET = [

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from minddp import ring
+from minddp import combine, ring
 from minddp.errors import PeerError, PeerLost, PeerMismatch, PeerTimeout
 from minddp.frame import HEADER_BYTES, Header, Kind
 from minddp.net import Deadline
@@ -233,7 +233,7 @@ def test_the_pipelined_ring_gives_the_bits_of_the_stepwise_one(n, either_way):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_reduction_of_every_dtype(reduce, dtype, either_way):
     arrays = [np.array([1, 2, 3, 4, 5]).astype(dtype) + dtype(r) for r in range(3)]
-    expected = in_ring_order(arrays, ring.COMBINE[reduce])
+    expected = in_ring_order(arrays, combine.COMBINE[reduce])
     for x in run_ranks(
         3, lambda links: perform(links, "all_reduce", arrays[links.rank].copy(), reduce)
     ):

@@ -31,7 +31,7 @@ def small_areas(monkeypatch):
     monkeypatch.setattr(shm, "AREA_BYTES", 1024)
     monkeypatch.setattr(shm, "FILE_BYTES", shm.PAGE + shm.AREAS * 1024)
     monkeypatch.setattr(shm, "SMALL_BYTES", 0)
-    monkeypatch.setattr(shm, "BLOCK_BYTES", 64)
+    monkeypatch.setattr("minddp.combine.BLOCK_BYTES", 64)
 
 
 def over_both(n, body, **settings):

@@ -21,6 +21,7 @@ PARTS = {
     "What teaches DDP": [
         *("frame", "handshake", "net", "lobby", "verdict", "control", "rendezvous"),
         *(
+            "combine",
             "ring",
             "work",
             "payload",
@@ -38,6 +39,8 @@ PARTS = {
             "shm",
             "hierarchy",
             "backends",
+            "backends/tcp",
+            "backends/memory",
             "backends/nccl",
             "backends/mpi",
             "mailbox",

@@ -79,6 +79,8 @@ from typing import Any
 import numpy as np
 
 from minddp import ring
+from minddp.backends.tcp import traffic
+from minddp.combine import combine
 from minddp.environment import Job, from_environment, seat
 from minddp.errors import PeerError, PeerLost, PeerTimeout, UsageError
 from minddp.frame import HEADER_BYTES, FrameError, Header, Kind
@@ -89,8 +91,8 @@ from minddp.net import (
     interface_address,
     listen_in_range,
 )
+from minddp.payload import staged
 from minddp.ring import add_in_order, chunk, mismatch
-from minddp.shm import combine
 
 Array = np.ndarray[Any, Any]
 Script = Iterator[Any]  # yields each MPI request that is to be waited for
@@ -186,14 +188,15 @@ class Mpi:
             failures.append(f"{type(error).__name__} in {call}")
             raise
 
+    def lend(self, row: Any, reduce: str) -> Any:
+        return staged(row)
+
     def zeros(self, count: int, dtype: Any, all_gather_rows: Any) -> Array:
         return np.zeros(count, dtype)
 
     def stats(self) -> dict[str, int]:
         """Zeros: MPI does not say what it sends."""
-        return dict.fromkeys(
-            ("messages", "bytes_sent", "bytes_received", "header_bytes"), 0
-        )
+        return traffic()
 
     def close(self) -> None:
         """Say farewell without waiting; not while a collective is under way, and not

@@ -40,7 +40,7 @@ Rule 3.  The communicator is made with the first array on a GPU, on that GPU: by
          Either way all ranks tell each other what they lack, and all raise it.
 Rule 4.  One GPU a rank. NCCL would refuse two ranks on one, or hang: they are told.
 Rule 5.  NCCL adds in an order of its own, but each element once, and copies the sum:
-         all ranks have the same bits, other ones than by TCP. The minimum of a NaN and
+         all ranks have the same bits, but not those of TCP. The minimum of a NaN and
          a number is up to it.
 
 Chunks are near-equal, as in ring.py. Where NCCL wants equal ones and they are not, the
@@ -72,7 +72,6 @@ import importlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -80,10 +79,11 @@ from hashlib import sha256
 from typing import Any
 
 from minddp import ring
+from minddp.backends.tcp import Ring
 from minddp.errors import PeerLost, PeerTimeout, UsageError
-from minddp.frame import Header, Kind
-from minddp.net import Alarm, Deadline
-from minddp.payload import OnGpu, wire_name
+from minddp.frame import HEADER_BYTES, Header, Kind
+from minddp.net import Alarm, Deadline, RingLinks
+from minddp.payload import OnGpu, lend, wire_name
 from minddp.ring import chunk
 
 SPINS = 100  # looks at an event before the first nap
@@ -152,8 +152,8 @@ def usable() -> bool:
     return True
 
 
-def meet(links: ring.Links, alarm: Alarm, deadline: Deadline) -> "Gpus":
-    """What a rank needs for its arrays on a GPU, if all ranks can have it.
+def meet(links: RingLinks, alarm: Alarm, deadline: Deadline) -> "Nccl":
+    """The back end, if all ranks can have it.
 
     Raises: UsageError on all ranks, naming one that cannot and why; PeerError.
     """
@@ -164,7 +164,7 @@ def meet(links: ring.Links, alarm: Alarm, deadline: Deadline) -> "Gpus":
     except UsageError as exc:
         why = str(exc)
     raise_together(links, why, deadline)
-    return Gpus(links, alarm, cupy, library)
+    return Nccl(links, alarm, cupy, library)
 
 
 def told(
@@ -188,17 +188,23 @@ def raise_together(links: ring.Links, why: str, deadline: Deadline) -> None:
 # ---- One rank's GPU ----
 
 
-class Gpus:
-    """Collectives of arrays on GPUs, as one rank takes part in them."""
+class Nccl(Ring):
+    """NCCL for arrays on a GPU; those on the host go round the ring."""
 
-    def __init__(self, links: ring.Links, alarm: Alarm, cupy: Any, library: Any):
-        self._links, self._alarm = links, alarm
+    name = "nccl"
+
+    def __init__(self, links: RingLinks, alarm: Alarm, cupy: Any, library: Any):
+        super().__init__(links)
+        self._alarm = alarm
         self._cupy, self._library = cupy, library
         self._device: int | None = None  # where the first array was
         self._communicator: Communicator | None = None
 
-    def check(self, row: Any, reduce: str) -> None:
-        """Raises: UsageError if this array cannot go; nothing has been sent."""
+    def lend(self, row: Any, reduce: str) -> OnGpu:
+        """A row on a GPU as `perform` takes it, in the thread that has written it.
+
+        Raises: UsageError if this array cannot go; nothing has been sent.
+        """
         name, device = wire_name(row.dtype), row.device.id
         if reduce and name not in TYPES:
             raise UsageError(
@@ -212,13 +218,19 @@ class Gpus:
                 f"rank {self._links.rank} uses NCCL on cuda:{self._device}, but this "
                 f"array is on cuda:{device}. A rank has one GPU: move the array there."
             )
+        return lend(row)
 
-    def perform(self, call: Header, x: OnGpu, deadline: Deadline) -> None:
-        """Perform this collective on a row that was lent.
+    def perform(self, call: Header, x: Any, deadline: Deadline) -> None:
+        """Perform this collective on an array on the host, or on a row that was lent.
 
         Raises: UsageError on all ranks, if two are on one GPU; PeerError.
         """
-        compare_headers(self._links, call, deadline)
+        if not isinstance(x, OnGpu):
+            super().perform(call, x, deadline)
+            return
+        on_gpus = replace(call, kind=Kind.GPU)  # on the host it is another call
+        ring.compare_headers(self._links, on_gpus, deadline)
+        self._headers += HEADER_BYTES
         if self._communicator is None:
             self._communicator = self._connect(call, deadline)
             deadline.restart()
@@ -227,7 +239,7 @@ class Gpus:
 
     def _connect(self, call: Header, deadline: Deadline) -> "Communicator":
         r, n, name, bus, why = self._links.rank, self._links.world_size, b"", b"", ""
-        assert self._device is not None, "`check` was called with the array"
+        assert self._device is not None, "the array was lent"
         device = self._cupy.cuda.Device(self._device)
         try:
             bus = self._cupy.cuda.runtime.deviceGetPCIBusId(self._device).encode()
@@ -252,15 +264,10 @@ class Gpus:
         )
 
     def close(self) -> None:
-        """Let go of the GPU. Closing twice is fine."""
+        """Let go of the GPU too. Closing twice is fine."""
+        super().close()
         if self._communicator:
             self._communicator.close()
-
-
-def compare_headers(links: ring.Links, call: Header, deadline: Deadline) -> None:
-    """Raises: PeerMismatch if the left neighbour is in another call; PeerError."""
-    on_gpus = replace(call, kind=Kind.GPU)  # on the host it is another call
-    ring.run_collective(links, deque(), iter(()), on_gpus, deadline)
 
 
 def host() -> bytes:
