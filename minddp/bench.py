@@ -3,7 +3,7 @@
     minddp bench all-reduce -n 2 --sizes 1KiB,1MiB,25MiB --json -
     minddp bench all-reduce -n 4 --compare gloo --plot ring.svg
     minddp bench collectives -n 4                  all of them at a few sizes
-    minddp bench step -n 2 --model bigmlp --bucket-cap-mb 0.1,1,25
+    minddp bench step -n 2 --model bigmlp --bucket-cap-mb 0.1,17
     minddp bench rendezvous --ranks 2,8,16
 
 The command starts the ranks; rank 0 leaves rows in a file; the command shows them.
@@ -36,10 +36,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from minddp import netlab
+from minddp.backends import check_lab_allows
+from minddp.bench_clock import Row
 from minddp.bench_collectives import COLLECTIVES, collective_rows
 from minddp.bench_gloo import check_compare
 from minddp.bench_limits import predict
-from minddp.bench_plot import check_file, plot
+from minddp.bench_plot import check_plot, plot
 from minddp.bench_rendezvous import rendezvous_row
 from minddp.bench_step import MODELS, WARM_UP_STEPS, step_rows, variants
 from minddp.bench_table import (
@@ -49,14 +52,13 @@ from minddp.bench_table import (
     STEP,
     UNITS,
     as_table,
+    heading,
 )
 from minddp.buckets import BUCKET_CAP_MB
-from minddp.environment import THREAD_VARIABLES
+from minddp.environment import THREAD_VARIABLES, chosen_transport
 from minddp.errors import UsageError
 from minddp.group import init_process_group
 from minddp.launch import launch
-
-Row = dict[str, Any]
 
 OPS = {op.replace("_", "-"): [op] for op in COLLECTIVES}
 OPS["collectives"] = list(COLLECTIVES)
@@ -135,42 +137,82 @@ def report(
     rows: Sequence[Row], options: argparse.Namespace, model: object
 ) -> Iterable[str]:
     """The table, and what must be said about it."""
+    title = heading(options.benchmark, rows)
     if options.benchmark == "step":
+        yield title
         yield as_table(rows, STEP)
         for profile in [row["profile"] for row in rows if "profile" in row]:
             yield "\n" + as_table(profile, PROFILE)
         return
     if options.benchmark == "rendezvous":
+        yield title
         yield as_table(rows, RENDEZVOUS)
         return
-    ops, row = {row["op"] for row in rows}, rows[0]
-    what = row["op"] if len(ops) == 1 else "collectives"
-    network = f", emulated network ({row['netlab']})" if "netlab" in row else ""
-    yield f"{what}, {row['world_size']} ranks, {row['transport']}{network}, float32"
-    one_name = ("op",) if len(ops) == 1 else ()
-    yield as_table(rows, COLLECTIVE, hidden=one_name)
+    yield f"{title}, float32"
+    one_name = ("op",) if len({row["op"] for row in rows}) == 1 else ()
+    yield as_table([without_size(row) for row in rows], COLLECTIVE, hidden=one_name)
     if model:
         yield f"predicted = {model}"
     if {row["bytes"] for row in rows} - {*options.sizes, 0}:
         yield "Sizes were rounded up to 4 bytes; all-to-all's to 4 for each rank."
 
 
+def without_size(row: Row) -> Row:
+    """The row of a barrier without size and bandwidth; all others as they are."""
+    fields = ("bytes", "algbw_GBps", "busbw_GBps") if not row["bytes"] else ()
+    return {field: value for field, value in row.items() if field not in fields}
+
+
 # ---- The command line ----
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; `ranks` and `sizes` or `variants` as lists. Raises: UsageError."""
+    """The options, with a transport; `ranks` and `sizes` or `variants` as lists.
+
+    Raises: UsageError.
+    """
     options = _parser().parse_args(argv)
-    name = options.benchmark
-    if name == "rendezvous":
+    if options.benchmark == "rendezvous":
         options.ranks = parse_ranks(options.ranks)
-        return options
-    options.ranks = [options.nproc_per_node]
-    if name == "step":
-        check_step(options)
     else:
-        check_collectives(options)
+        options.ranks = [options.nproc_per_node]
+        if options.benchmark == "step":
+            check_step(options)
+        else:
+            check_collectives(options)
+    check_network(options)
+    for name in ("json", "plot"):
+        check_writable(f"--{name}", vars(options)[name])
     return options
+
+
+def check_network(options: argparse.Namespace) -> None:
+    """Settle the transport; what the ranks would find wrong in it is said here."""
+    options.transport = chosen_transport(given=options.transport)
+    if options.transport not in TRANSPORTS:
+        raise UsageError(
+            f"MINDDP_TRANSPORT={options.transport}: the ranks of `minddp bench` are "
+            f"started on this machine for {', '.join(TRANSPORTS)}. Give one of them as "
+            "--transport, or time a script of your own."
+        )
+    lab = netlab.from_environment()
+    for n in options.ranks:
+        if lab and n > 1:
+            check_lab_allows(options.transport)
+            lab.check(n)
+
+
+def check_writable(option: str, file: str | None) -> None:
+    """Raises: UsageError if a file of this name cannot be written; None and - can."""
+    if file in (None, "-"):
+        return
+    path = Path(file)
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {file}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} {file}: this is a folder; name a file in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{option} {file}: it may not be written; name another file")
 
 
 def check_step(options: argparse.Namespace) -> None:
@@ -190,7 +232,7 @@ def check_collectives(options: argparse.Namespace) -> None:
         if not options.ops:
             raise UsageError("send needs a rank to send to: -n 2 or more")
     if options.plot:
-        check_file(options.plot)
+        check_plot(options.plot)
     if options.compare:
         check_compare()
 
@@ -254,7 +296,7 @@ def _add_step(kinds: Any) -> None:
     text = "default: bucketed; one rank averages nothing"
     versions = ["bucketed", "naive"]
     step.add_argument("--ddp", choices=versions, default="bucketed", help=text)
-    text = f"MiB, several as in 0.5,1,25; default: {BUCKET_CAP_MB:g}"
+    text = f"MiB, several as in 0.5,25; default: {BUCKET_CAP_MB:g}"
     step.add_argument("--bucket-cap-mb", metavar="MIB", help=text)
     text = "also print the time of each kind of op"
     step.add_argument("--profile", action="store_true", help=text)

@@ -17,11 +17,15 @@ In PyTorch: torch.utils.benchmark.Timer, which times one thing in one process.
 Left out: choosing the number of rounds by the spread of the times.
 """
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minddp.group import ProcessGroup
+
+Row = dict[str, Any]  # what is told of one measurement: an object of `--json`
 
 
 def nothing() -> None:
@@ -54,3 +58,23 @@ def take_turns(
             pg.barrier()
             trial.check()
     return seconds
+
+
+# ---- What several benchmarks tell ----
+
+
+def median(ordered: Sequence[float]) -> float:
+    """The middle one of sorted numbers, the upper one of two."""
+    return ordered[len(ordered) // 2]
+
+
+def network(pg: ProcessGroup) -> Row:
+    """The fields that say what carried the bytes; "netlab" only if it was emulated."""
+    netlab = {"netlab": pg.netlab} if pg.netlab else {}
+    return {"transport": pg.transport, **netlab}
+
+
+def peak_mb() -> float:
+    """The most memory that this process has had, in MB, as the kernel counts it."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (peak if sys.platform == "darwin" else peak * 1024) / 1e6

@@ -9,8 +9,10 @@
     broadcast reduce send                                   1
 
 bytes: the whole array, with the chunks of all ranks. The factors are those of
-nccl-tests: what an ideal algorithm must move. Where ours moves more (all_to_all along
-the ring, see rooted.py), busbw shows it. With one rank nothing moves, and busbw is 0.
+nccl-tests: what an ideal algorithm must move. Where ours moves more, busbw is so much
+lower: an all_to_all along the ring (rooted.py), and an all_reduce of more than two
+ranks that is small enough to go whole (ring.py). With one rank nothing moves, and busbw
+is 0.
 
 Every array is filled so that each element tells rank and position, and sums stay whole
 numbers below 2**24, which float32 has exactly:
@@ -43,7 +45,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minddp.bench_clock import Trial, take_turns
+from minddp.bench_clock import Row, Trial, median, network, take_turns
 from minddp.bench_gloo import gloo_all_reduce
 from minddp.bench_limits import raw_stream
 from minddp.errors import MindDPError
@@ -52,13 +54,12 @@ from minddp.progress import progress
 from minddp.ring import chunk, segments
 
 Array = np.ndarray[Any, Any]
-Row = dict[str, Any]
 
 WARM_UP = 3  # rounds that do not count
 POSITIONS, RANK_STEP = 127, 128  # positions fit below the step of a rank
 
 
-class Part(NamedTuple):
+class Expected(NamedTuple):
     """x[where] is, in the end, scale * positions[source] + base."""
 
     where: slice
@@ -72,7 +73,7 @@ class Collective(NamedTuple):
 
     factor: Callable[[int], float]  # n -> busbw / algbw
     call: Callable[[ProcessGroup, Array], object]
-    leaves: Callable[[int, int, int], Sequence[Part]]  # rank, n, elements
+    leaves: Callable[[int, int, int], Sequence[Expected]]  # rank, n, elements
     slowest: bool = False  # whether the slowest rank's time counts, or the mean
     arrays: int = 1  # that a rank holds, one after the other
 
@@ -80,39 +81,43 @@ class Collective(NamedTuple):
 # ---- What each of them leaves on rank r of n, in an array of c elements ----
 
 
-def own(r: int, n: int, c: int) -> list[Part]:
+def own(r: int, n: int, c: int) -> list[Expected]:
     """What was there before."""
-    return [Part(slice(0, c), slice(0, c), 1, RANK_STEP * r)]
+    return [Expected(slice(0, c), slice(0, c), 1, RANK_STEP * r)]
 
 
-def total(r: int, n: int, c: int) -> list[Part]:
-    return [Part(slice(0, c), slice(0, c), n, RANK_STEP * n * (n - 1) // 2)]
+def total(r: int, n: int, c: int) -> list[Expected]:
+    return [Expected(slice(0, c), slice(0, c), n, RANK_STEP * n * (n - 1) // 2)]
 
 
-def chunk_of_total(r: int, n: int, c: int) -> list[Part]:
+def chunk_of_total(r: int, n: int, c: int) -> list[Expected]:
     mine = chunk(c, n, r)
-    return [part._replace(where=mine, source=mine) for part in total(r, n, c)]
+    return [each._replace(where=mine, source=mine) for each in total(r, n, c)]
 
 
-def chunks_of_all(r: int, n: int, c: int) -> list[Part]:
-    return [Part(chunk(c, n, k), chunk(c, n, k), 1, RANK_STEP * k) for k in range(n)]
+def chunks_of_all(r: int, n: int, c: int) -> list[Expected]:
+    return [
+        Expected(chunk(c, n, k), chunk(c, n, k), 1, RANK_STEP * k) for k in range(n)
+    ]
 
 
-def chunk_of_root(r: int, n: int, c: int) -> list[Part]:
-    return [Part(chunk(c, n, r), chunk(c, n, r), 1, 0)]
+def chunk_of_root(r: int, n: int, c: int) -> list[Expected]:
+    return [Expected(chunk(c, n, r), chunk(c, n, r), 1, 0)]
 
 
-def exchanged(r: int, n: int, c: int) -> list[Part]:
-    return [Part(chunk(c, n, k), chunk(c, n, r), 1, RANK_STEP * k) for k in range(n)]
+def exchanged(r: int, n: int, c: int) -> list[Expected]:
+    return [
+        Expected(chunk(c, n, k), chunk(c, n, r), 1, RANK_STEP * k) for k in range(n)
+    ]
 
 
-def from_left(r: int, n: int, c: int) -> list[Part]:
+def from_left(r: int, n: int, c: int) -> list[Expected]:
     """Two arrays: this rank's own, and its left neighbour's."""
     theirs = RANK_STEP * ((r - 1) % n)
-    return [*own(r, n, c), Part(slice(c, 2 * c), slice(0, c), 1, theirs)]
+    return [*own(r, n, c), Expected(slice(c, 2 * c), slice(0, c), 1, theirs)]
 
 
-def root_has(leaves: Callable[[int, int, int], list[Part]]) -> Any:
+def root_has(leaves: Callable[[int, int, int], list[Expected]]) -> Any:
     """These on rank 0; on the others, what was there before."""
     return lambda r, n, c: leaves(r, n, c) if r == 0 else own(r, n, c)
 
@@ -241,25 +246,25 @@ def trial(
 ) -> Trial:
     """Fill x, run, and look at every element of what this rank is left with."""
     positions = np.resize(np.arange(POSITIONS, dtype=np.float32), count)
-    parts = COLLECTIVES[op].leaves(pg.rank, pg.world_size, count)
+    expected = COLLECTIVES[op].leaves(pg.rank, pg.world_size, count)
 
     def fill() -> None:
         np.add(positions, RANK_STEP * pg.rank, out=x[:count])
         x[count:] = -1
 
     def check() -> None:
-        for part in parts:
-            check_part(f"rank {pg.rank}: {op}", x, positions, part)
+        for each in expected:
+            check_elements(f"rank {pg.rank}: {op}", x, positions, each)
 
     return Trial(run, fill, check)
 
 
-def check_part(who: str, x: Array, positions: Array, part: Part) -> None:
+def check_elements(who: str, x: Array, positions: Array, expected: Expected) -> None:
     """Raises: MindDPError naming the first element that is wrong."""
-    shift = part.source.start - part.where.start
-    for piece in segments(part.where, x.itemsize):
+    shift = expected.source.start - expected.where.start
+    for piece in segments(expected.where, x.itemsize):
         source = slice(piece.start + shift, piece.stop + shift)
-        right = part.scale * positions[source] + part.base
+        right = expected.scale * positions[source] + expected.base
         wrong = np.flatnonzero(x[piece] != right)
         if wrong.size:
             i = int(wrong[0])
@@ -269,23 +274,18 @@ def check_part(who: str, x: Array, positions: Array, part: Part) -> None:
             )
 
 
-def median(ordered: Sequence[float]) -> float:
-    return ordered[len(ordered) // 2]
-
-
 def result(pg: ProcessGroup, op: str, nbytes: int, seconds: Sequence[float]) -> Row:
     """One row: what `--json` prints; seconds: sorted."""
     n, algbw = pg.world_size, nbytes / median(seconds) / 1e9
     return {
         "op": op,
         "world_size": n,
-        "transport": pg.transport,
+        **network(pg),
         "bytes": nbytes,
         "median_us": round(median(seconds) * 1e6, 1),
         "min_us": round(seconds[0] * 1e6, 1),
         "algbw_GBps": round(algbw, 3),
         "busbw_GBps": round(algbw * COLLECTIVES[op].factor(n) if n > 1 else 0.0, 3),
-        **({"netlab": pg.netlab} if pg.netlab else {}),
     }
 
 

@@ -2,7 +2,8 @@
 
 The raw stream is what an all-reduce moves, with nothing else: each rank sends as many
 bytes to the right as come from the left, from memory as large as they are and into as
-much, without a header, a segment or a sum. No ring over these links can be faster.
+much, without a header, a segment or a sum. No all-reduce that moves as many bytes over
+these links can be faster.
 
     rank r-1  ===bytes===>  rank r  ===bytes===>  rank r+1        both at once
 
@@ -10,20 +11,22 @@ The model says that a step costs alpha seconds before its first byte, and each b
 
     T = steps * alpha + bytes / B
 
-    ring of n      steps 2 (n-1),  bytes 2 (n-1)/n * S      for an array of S bytes
+    all-reduce of S bytes, n ranks     steps        bytes
+    whole, if small                      n-1        (n-1)   * S
+    in chunks                          2 (n-1)    2 (n-1)/n * S
 
 steps and bytes are asked of ring.py for each size (`arrivals`), so the prediction knows
 of every algorithm that runs there.
 
-Worked example.  alpha = 25 us, B = 1 GB/s, n = 4: 1 KiB takes 6 * 25 + 1.5 = 151.5 us,
-25 MiB takes 150 + 39,322 us. The first is latency, the second bandwidth; they are equal
-at 100 KB.
+Worked example.  alpha = 25 us, B = 1 GB/s, n = 4. 1 KiB goes whole: 3 * 25 + 3.1 = 78
+us, nearly all of it latency. 25 MiB go in chunks: 6 * 25 + 39,322 = 39,472 us, nearly
+all of it bandwidth. In chunks, both are equal at 100 KB.
 
 alpha and B are fitted to the measured times, by least squares on the relative error.
-alpha from the smallest size and B from the stream would be two guesses, each with the
-noise of one number, and a stream adds nothing, which on a fast link is half the work.
-Absolute errors would let the largest array decide alone. A size that is far off the fit
-then says that the two numbers do not tell all: caches end there, or an algorithm.
+Absolute errors would let the largest array decide alone. Two other guesses are worse:
+alpha from the smallest size has the noise of one number, and B from a stream leaves out
+adding, on a fast link half the work. A size that is far off the fit then says that the
+two numbers do not tell all: caches end there, or an algorithm.
 
 In PyTorch: nothing; NCCL's tuning.cc has such a latency and bandwidth for each of its
 algorithms, to choose among them. iperf3 is a stream.
@@ -32,17 +35,16 @@ Left out: costs of adding, gamma, as a number of its own (they are in B); trees.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from minddp.bench_clock import Row
 from minddp.errors import PeerTimeout
 from minddp.frame import Header, Kind
 from minddp.group import ProcessGroup
 from minddp.net import Deadline
 from minddp.ring import Links, arrivals
-
-Row = dict[str, Any]
 
 
 def steps_of_all_reduce(count: int, r: int, n: int) -> list[int]:
@@ -60,7 +62,7 @@ def raw_stream(pg: ProcessGroup, count: int) -> Callable[[], None]:
     It uses the ring's own links. They stay in step, as every rank takes from the left
     exactly what left gives, and nothing else is under way.
     """
-    links, r, n = pg._links, pg.rank, pg.world_size
+    links, r, n = pg.ring_links, pg.rank, pg.world_size
     assert links, "a world of one has no links"
     outgoing = sum(steps_of_all_reduce(count, (r + 1) % n, n))
     incoming = sum(steps_of_all_reduce(count, r, n))

@@ -1,6 +1,6 @@
 """A picture of a benchmark: bus bandwidth over size.
 
-    GB/s |            . . . . . .   the raw stream: no ring over these links is faster
+    GB/s |            . . . . . .   the raw stream: as many bytes, and nothing else
          |         .    o--o---o    measured
          |       .  o-/ - - - - -   predicted, by alpha and B
          |   . o/
@@ -10,7 +10,7 @@
 On the left every collective is slow, as latency is all of it; on the right it is as
 fast as what carries it. Where the curve bends, bucket sizes are chosen.
 
-Rule.  Whoever cannot draw says so before anything is measured (`check_file`).
+Rule.  Whoever cannot draw says so before anything is measured (`check_plot`).
 
 In PyTorch: nothing; nccl-tests prints a table.
 
@@ -23,17 +23,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from minddp.bench_clock import Row
 from minddp.bench_collectives import COLLECTIVES
-from minddp.bench_table import human
+from minddp.bench_table import heading, human
 from minddp.errors import UsageError
-
-Row = dict[str, Any]
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
 # What a row may know, how its curve looks, and what the legend calls it.
 CURVES = (
-    ("stream_us", {"color": "#7f7f7f", "ls": ":", "lw": 2}, "raw stream, the limit"),
+    (
+        "stream_us",
+        {"color": "#7f7f7f", "ls": ":", "lw": 2},
+        "raw stream of as many bytes",
+    ),
     ("predicted_us", {"color": "#d6852b", "ls": "--"}, "predicted by alpha and B"),
     ("plain_us", {"color": "#1f5fa8", "ls": "--"}, "minddp, copied in and out"),
     ("gloo_us", {"color": "#6a51a3", "marker": "s"}, "gloo (PyTorch)"),
@@ -41,23 +44,18 @@ CURVES = (
 )
 
 
-def check_file(text: str) -> None:
+def check_plot(file: str) -> None:
     """Raises: UsageError if there is nothing to draw with, or no such kind of file."""
-    file = Path(text)
-    if file.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {text}: the name must end in {', '.join(SUFFIXES)}")
-    if not file.absolute().parent.is_dir():
-        raise UsageError(f"--plot {text}: there is no folder {file.parent}")
+    if Path(file).suffix.lower() not in SUFFIXES:
+        raise UsageError(f"--plot {file}: the name must end in {', '.join(SUFFIXES)}")
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install 'minddp[plot]'")
 
 
 def plot(rows: Sequence[Row], file: str) -> None:
     """Draw these rows, of one op or of several, into a file."""
-    matplotlib, figures = (
-        import_module("matplotlib"),
-        import_module("matplotlib.figure"),
-    )
+    matplotlib = import_module("matplotlib")
+    figures = import_module("matplotlib.figure")
     rows = [row for row in rows if row["bytes"]]  # a barrier has no bandwidth
     ops = list(dict.fromkeys(row["op"] for row in rows))
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 10}):
@@ -92,11 +90,8 @@ def busbw(row: Row, field: str) -> float:
 
 def dress(axes: Any, rows: Sequence[Row], ops: Sequence[str]) -> None:
     """Title, axes and legend."""
-    row = rows[0]
-    what = ops[0].replace("_", "-") if len(ops) == 1 else "Collectives"
-    network = f", emulated network ({row['netlab']})" if "netlab" in row else ""
-    title = f"{what}, {row['world_size']} ranks, {row['transport']}{network}"
-    axes.set_title(title, loc="left", weight="bold")
+    what = ops[0].replace("_", "-") if len(ops) == 1 else "collectives"
+    axes.set_title(heading(what, rows), loc="left", weight="bold")
     axes.set_xlabel("array size, float32")
     axes.set_ylabel("bus bandwidth, GB/s (median)")
     axes.set_xscale("log", base=2)

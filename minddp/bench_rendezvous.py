@@ -21,26 +21,24 @@ In PyTorch: `init_process_group` with `TCPStore`; gloo then connects every pair.
 Left out: several machines.
 """
 
+import math
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from minddp.bench_clock import Row, network, peak_mb
 from minddp.group import ProcessGroup
-
-Row = dict[str, Any]
 
 STATUS = Path("/proc/self/status")
 
 
-def memory_mb(field: str) -> float | None:
-    """VmRSS, what of this process is in memory now, or VmHWM, the most that was; None
-    where the kernel does not tell."""
-    if not STATUS.exists():
-        return None
-    found = re.search(rf"^{field}:\s+(\d+) kB", STATUS.read_text(), re.M)
-    return int(found[1]) * 1024 / 1e6 if found else None
+def resident_mb() -> float:
+    """What of this process is in memory now, in MB; nan where the kernel does not
+    tell."""
+    status = STATUS.read_text() if STATUS.exists() else ""
+    found = re.search(r"^VmRSS:\s+(\d+) kB", status, re.M)
+    return int(found[1]) * 1024 / 1e6 if found else math.nan
 
 
 def rendezvous_row(
@@ -51,23 +49,21 @@ def rendezvous_row(
     started: when the command began, on all ranks the same. imported, met: when this
     rank had imported, and had its group. Seconds of time.monotonic.
     """
-    resident, peak = memory_mb("VmRSS"), memory_mb("VmHWM")
+    memory = resident_mb(), peak_mb()
     pg.barrier()  # rank 0 has sent all of the table
     sent = pg.stats()["control_bytes_sent"]
-    nan = float("nan")
-    mine = [imported, met, sent, resident or nan, peak or nan]
-    table = pg.all_gather_rows(np.array(mine))
-    last_import, last_met, _, *memory = table.max(0).tolist()
-    resident, peak = (None if mb != mb else round(mb, 1) for mb in memory)
+    table = pg.all_gather_rows(np.array([imported, met, sent, *memory]))
+    last_import, last_met, _, resident, peak = table.max(0).tolist()
+    peak = np.nanmax([resident, peak])  # the kernel's count lags by some pages
     bytes_of_0, *of_others = table[:, 2].astype(int).tolist()
     return {
         "world_size": pg.world_size,
-        "transport": pg.transport,
+        **network(pg),
         "import_s": round(last_import - started, 3),
         "meet_s": round(last_met - last_import, 3),
         "total_s": round(last_met - started, 3),
-        "resident_mb": resident,
-        "peak_mb": peak,
+        "resident_mb": None if math.isnan(resident) else round(resident, 1),
+        "peak_mb": round(peak, 1),
         "control_bytes": bytes_of_0,
         "control_bytes_a_rank": round(bytes_of_0 / max(1, len(of_others))),
     }

@@ -1,6 +1,6 @@
 """`minddp bench step`: whole training steps, and where their time and memory go.
 
-    minddp bench step -n 2 --model bigmlp --bucket-cap-mb 0.1,1,25
+    minddp bench step -n 2 --model bigmlp --bucket-cap-mb 0.1,17
     minddp bench step -n 1 --model gpt --batch 8 --profile
 
 A step is everything between two batches. Each rank has its own batch, and keeps it.
@@ -16,11 +16,15 @@ and, on one machine, what the ranks take from each other: cores and memory.
 Several bucket caps are compared in one run. Each has a model of its own, and their
 steps take turns, so that what disturbs the machine disturbs all of them:
 
-    cap    0.1  1  25  0.1  1  25  0.1  1  25 ...
+    cap    0.1  17  0.1  17  0.1  17 ...
 
-Worked example: the weights of bigmlp have 6.1, 16, 14 and 0.07 MiB. A bucket closes
-once it has reached its cap (buckets.py), so all caps from 0.1 to 6 make the same four
-buckets, and all from 23 on the same two.
+Worked example: the weights of bigmlp have 6.1, 16, 14 and 0.07 MiB, and their gradients
+come from the last to the first. A bucket closes once it has reached its cap, the first
+at 1 MiB already (buckets.py). So the first takes the 0.07 and the 14. All caps from 0.1
+to 16 make the same three buckets, and all from 16.1 on the same two:
+
+    cap 0.1    | 0.07 14 | 16 | 6.1 |
+    cap 17     | 0.07 14 | 16   6.1 |
 
 --profile takes the time of every op, forward and backward, in steps of their own, since
 taking it costs time. Memory is told always: what the graph of one step holds between
@@ -36,8 +40,6 @@ Left out: loading of data.
 
 import argparse
 import math
-import resource
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +54,7 @@ from minddp import functional as F
 from minddp import nn
 from minddp import tensor_ops as ops
 from minddp.autograd import bytes_held
-from minddp.bench_clock import Trial, take_turns
+from minddp.bench_clock import Row, Trial, median, network, peak_mb, take_turns
 from minddp.buckets import BUCKET_CAP_MB
 from minddp.ddp import DistributedDataParallel, NaiveDistributedDataParallel
 from minddp.device import Array, generator, manual_seed
@@ -61,8 +63,6 @@ from minddp.group import ProcessGroup
 from minddp.optim import SGD, AdamW, Optimizer
 from minddp.progress import progress
 from minddp.replicas import check_sync
-
-Row = dict[str, Any]
 
 WARM_UP_STEPS = 5  # in the first, DDP makes its buckets anew
 
@@ -160,9 +160,9 @@ MODELS = {
     "mlp": Workload(lambda: mlp(784, 512, 256, 10), images, sgd),
     # 9.5 million parameters, 36 MiB of gradients, nearly all in three matrices
     "bigmlp": Workload(lambda: mlp(784, 2048, 2048, 1792, 10), images, sgd),
-    # 21 thousand parameters: nearly all of the time is computing
+    # 20 thousand parameters: nearly all of the time is computing
     "cnn": Workload(cnn, square_images, sgd),
-    # 0.8 million parameters in 52 tensors
+    # 0.8 million parameters in 54 tensors
     "gpt": Workload(GPT, characters, adamw),
 }
 
@@ -205,7 +205,7 @@ def parse_cap(text: str) -> float:
         cap = math.nan
     if not 0 < cap < math.inf:
         raise UsageError(
-            f"--bucket-cap-mb {text!r}: MiB above 0, as in 25; several as in 0.5,1,25"
+            f"--bucket-cap-mb {text!r}: MiB above 0, as in 25; several as in 0.5,25"
         )
     return cap
 
@@ -227,13 +227,14 @@ def step_rows(pg: ProcessGroup, options: argparse.Namespace) -> Iterator[Row]:
             "batch": options.batch,
             "world_size": pg.world_size,
             "threads": options.threads,
-            **variant._asdict(),
             "parameters": sum(p.data.size for p in model.parameters()),
-            "median_ms": round(times[len(times) // 2] * 1e3, 3),
+            "median_ms": round(median(times) * 1e3, 3),
             "min_ms": round(times[0] * 1e3, 3),
             "max_ms": round(times[-1] * 1e3, 3),
+            **variant._asdict(),
+            **network(pg),
             "graph_mb": round(held / 1e6, 3),
-            "peak_mb": round(peak_bytes() / 1e6, 1),
+            "peak_mb": round(peak_mb(), 1),
             **({"profile": profile} if profile else {}),
         }
 
@@ -262,12 +263,6 @@ def time_steps(
 
 
 # ---- Where time and memory go ----
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had, as the kernel counts it."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def profiled(step: Callable[[], None], repetitions: int) -> list[Row]:

@@ -1,5 +1,6 @@
 """Tables of benchmarks: what people see of the rows that `--json` writes.
 
+    all-reduce, 2 ranks, tcp, float32
        size   median us   busbw GB/s            {"bytes": 1024, "median_us": 55.0, ...}
       1 KiB        55.0        0.019     <---
      25 MiB    22,310.9        1.175
@@ -7,6 +8,9 @@
 A column has the name of a field, a heading with its unit, and a format. What some rows
 lack is a "-"; what all of them lack, as the time of a raw stream where there is none,
 has no column.
+
+Rule.  The heading of a table, and of a picture, says what carried the bytes, and so
+       whether the network was emulated (netlab.py).
 
 In PyTorch: torch.utils.benchmark.Compare.
 
@@ -16,7 +20,8 @@ Left out: colours; units that change from row to row, except of sizes.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Row = dict[str, Any]
+from minddp.bench_clock import Row
+
 Column = tuple[str, Callable[[Any], str]]  # heading, format
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -92,3 +97,16 @@ def as_table(
         "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
         for line in lines
     )
+
+
+def heading(what: str, rows: Sequence[Row]) -> str:
+    """What these rows are of: "step, 2 ranks, tcp, emulated network (delay=2ms)".
+
+    Of several worlds the largest says what carries bytes; a world of one has nothing.
+    """
+    row = max(rows, key=lambda row: row["world_size"])
+    fewest, most = min(row["world_size"] for row in rows), row["world_size"]
+    ranks = f"{most} ranks" if most > 1 else "1 rank"
+    ranks = f"{fewest} to {ranks}" if fewest < most else ranks
+    network = f", emulated network ({row['netlab']})" if "netlab" in row else ""
+    return f"{what}, {ranks}, {row['transport']}{network}"

@@ -28,7 +28,8 @@ from minddp import functional as F
 from minddp.bench_clock import Trial, take_turns
 from minddp.bench_collectives import COLLECTIVES, measure
 from minddp.bench_step import MODELS, WARM_UP_STEPS, Variant
-from minddp.bench_table import as_table, fixed, human
+from minddp.bench_table import as_table, fixed, heading, human
+from minddp.buckets import FIRST_BUCKET_BYTES, MIB, Size, plan
 from minddp.device import manual_seed
 from minddp.environment import THREAD_VARIABLES
 from minddp.errors import MindDPError, PeerTimeout, ReplicaError, UsageError
@@ -78,9 +79,32 @@ def test_a_start_gives_a_row_for_each_number_of_ranks():
     assert three["control_bytes_a_rank"] == round(three["control_bytes"] / 2)
     for row in (one, three):
         parts = row["import_s"] + row["meet_s"]
+        assert row["transport"] == "tcp"
         assert row["import_s"] > 0.01, "Python and NumPy have been started"
         assert row["total_s"] == pytest.approx(parts, abs=0.002)
         assert row["resident_mb"] is None or 10 < row["resident_mb"] <= row["peak_mb"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("argv", "title"),
+    [
+        ("step -n 2 --batch 2 --steps 1", "step, 2 ranks"),
+        ("rendezvous --ranks 1,2", "rendezvous, 1 to 2 ranks"),
+    ],
+)
+def test_an_emulated_network_is_told_in_the_rows_and_above_the_table(
+    monkeypatch, tmp_path, argv, title
+):
+    monkeypatch.setenv("MINDDP_NETLAB", "delay=1us")
+    file = tmp_path / "rows.jsonl"
+    finished = run(["minddp", "bench", *argv.split(), "--json", str(file)])
+    emulated = "tcp, emulated network (delay=1us)"
+    assert finished.stdout.splitlines()[0] == f"{title}, {emulated}"
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        alone = row["world_size"] == 1
+        assert row.get("netlab") == (None if alone else "delay=1us")
 
 
 @pytest.mark.processes
@@ -88,7 +112,7 @@ def test_shared_memory_has_no_stream_and_people_see_all_sizes():
     options = ["-n", "2", "--transport", "shm", "--sizes", "1KiB,1000"]
     finished = run(["minddp", "bench", "all-reduce", *options])
     title, head, *lines = finished.stdout.splitlines()
-    assert title == "all_reduce, 2 ranks, shm, float32"
+    assert title == "all-reduce, 2 ranks, shm, float32"
     assert head.split("  ")[-1] == "plain us"
     assert [line.split()[:2] for line in lines] == [["1", "KiB"], ["1,000", "B"]]
 
@@ -99,6 +123,10 @@ def test_a_step_gives_a_row_for_each_bucket_cap_in_the_order_asked():
     rows = rows_of("step", "-n", "2", "--batch", "4", "--steps", "3", *caps)
     assert [row["bucket_cap_mb"] for row in rows] == [25, 0.5]
     for row in rows:
+        assert list(row)[:8] == [
+            *("model", "batch", "world_size", "threads", "parameters"),
+            *("median_ms", "min_ms", "max_ms"),
+        ]
         assert 0 < row.pop("min_ms") <= row.pop("median_ms") <= row.pop("max_ms")
         assert 0 < row.pop("graph_mb") < row.pop("peak_mb")
         del row["bucket_cap_mb"]
@@ -108,6 +136,7 @@ def test_a_step_gives_a_row_for_each_bucket_cap_in_the_order_asked():
             "world_size": 2,
             "threads": 1,
             "ddp": "bucketed",
+            "transport": "tcp",
             "parameters": 535_818,
         }
 
@@ -117,7 +146,8 @@ def test_one_rank_trains_without_ddp_and_people_get_a_table(tmp_path):
     file = tmp_path / "rows.jsonl"
     options = ["-n", "1", "--batch", "4", "--steps", "1", "--json", str(file)]
     finished = run(["minddp", "bench", "step", *options])
-    head, line = finished.stdout.splitlines()
+    title, head, line = finished.stdout.splitlines()
+    assert title == "step, 1 rank, tcp"
     assert head.split()[:4] == ["model", "bucket", "MiB", "median"]
     assert line.split()[:2] == ["mlp", "-"]
     row = json.loads(file.read_text())
@@ -172,12 +202,73 @@ def test_options_of_another_benchmark_and_unknown_models_are_refused(
             for ranks in ("0", "2,x", "2,,8", "1.5")
         ),
         ("all-reduce --plot a.gif", "a.gif: the name must end in .png"),
-        ("all-reduce --plot no/such/a.svg", "there is no folder no/such"),
+        *(
+            (f"{start} no/such/a.svg", "there is no folder no/such")
+            for start in ("all-reduce --plot", "step --json")
+        ),
+        ("barrier --json .", r"--json \.: this is a folder"),
     ],
 )
 def test_values_that_make_no_sense_are_refused_before_a_rank_starts(argv, said):
     with pytest.raises(UsageError, match=said):
         bench.main(argv.split())
+
+
+@pytest.mark.usefixtures("never_launched")
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_what_may_not_be_written_is_refused_before_a_rank_starts(
+    monkeypatch, tmp_path, option, there
+):
+    """As root everything may be written, so the kernel is not asked."""
+    file = tmp_path / "a.svg"
+    if there:
+        file.touch()
+    asked = []
+    monkeypatch.setattr(os, "access", lambda *question: asked.append(question))
+    with pytest.raises(UsageError, match=rf"{option} .*a\.svg: it may not be written"):
+        bench.main(["all-reduce", option, str(file)])
+    assert asked == [(file if there else tmp_path, os.W_OK)]
+
+
+def test_a_file_that_may_be_written_is_not_touched_by_the_question(tmp_path):
+    file = tmp_path / "a.json"
+    assert bench.parse(["barrier", "--json", str(file)]).json == str(file)
+    assert not file.exists()
+
+
+@pytest.mark.usefixtures("never_launched")
+@pytest.mark.parametrize(
+    ("argv", "transport", "lab", "said"),
+    [
+        ("all-reduce", "mpi", "", "MINDDP_TRANSPORT=mpi: the ranks of `minddp bench`"),
+        ("step", "nccl", "", "MINDDP_TRANSPORT=nccl: the ranks of `minddp bench`"),
+        ("rendezvous", "pigeon", "", "MINDDP_TRANSPORT=pigeon is unknown"),
+        ("all-reduce --transport shm", "", "delay=1ms", "transport 'shm' would not"),
+        ("rendezvous --ranks 1,2", "shm", "delay=1ms", "transport 'shm' would not"),
+        ("step", "", "delay=1", "delay=1 is no number with a unit"),
+        ("step -n 2", "", "rank 2: delay=1ms", "there is no rank 2 among 2"),
+        ("rendezvous --ranks 3,2", "", "rank 2: delay=1ms", "no rank 2 among 2"),
+    ],
+)
+def test_a_network_that_ranks_would_refuse_is_refused_before_one_starts(
+    monkeypatch, argv, transport, lab, said
+):
+    for name, value in (("TRANSPORT", transport), ("NETLAB", lab)):
+        monkeypatch.delenv(f"MINDDP_{name}", raising=False)
+        if value:
+            monkeypatch.setenv(f"MINDDP_{name}", value)
+    with pytest.raises(UsageError, match=said):
+        bench.main(argv.split())
+
+
+def test_the_option_wins_over_the_environment_and_a_lab_allows_tcp(monkeypatch):
+    monkeypatch.setenv("MINDDP_TRANSPORT", "mpi")
+    monkeypatch.setenv("MINDDP_NETLAB", "rank 1: delay=1ms")
+    assert bench.parse(["step", "--transport", "auto"]).transport == "auto"
+    monkeypatch.delenv("MINDDP_TRANSPORT")
+    assert bench.parse(["step"]).transport == "tcp"
+    assert bench.parse(["step", "-n", "1", "--transport", "shm"]).transport == "shm"
 
 
 # ---- What the ranks are told ----
@@ -287,6 +378,21 @@ def test_the_cap_is_that_of_the_buckets():
     assert run_groups(2, buckets) == [[2, 1]] * 2
 
 
+@pytest.mark.parametrize(
+    ("caps", "buckets"),
+    [((0.1, 1, 16), [14.1, 16, 6.1]), ((16.1, 17, 25), [14.1, 22.1])],
+)
+def test_bigmlp_has_the_buckets_of_the_worked_example(caps, buckets):
+    model = MODELS["bigmlp"].model()
+    sizes = [Size(p.data.nbytes, "float32") for p in model.parameters()]
+    for cap in caps:
+        cap_bytes = int(cap * MIB)
+        first = min(FIRST_BUCKET_BYTES, cap_bytes)
+        made = plan(sizes, range(len(sizes))[::-1], first, cap_bytes)
+        mib = [sum(sizes[i].nbytes for i in bucket) / MIB for bucket in made]
+        assert mib == pytest.approx(buckets, abs=0.05)
+
+
 def test_a_step_trains_with_a_fresh_gradient_each_time():
     manual_seed(0)
     model = bench_step.mlp(784, 3, 10)
@@ -316,9 +422,12 @@ def test_the_models_have_the_sizes_that_their_figures_are_compared_by(name, coun
     assert (x.dtype, y.dtype.kind, y.shape) == (np.float32, "i", (3,))
 
 
-@pytest.mark.parametrize(("name", "count"), [("cnn", 20_490), ("gpt", 818_241)])
-def test_so_have_the_convolutions_and_the_transformer(name, count):
+@pytest.mark.parametrize(
+    ("name", "tensors", "count"), [("cnn", 6, 20_490), ("gpt", 54, 818_241)]
+)
+def test_so_have_the_convolutions_and_the_transformer(name, tensors, count):
     model = MODELS[name].model()
+    assert len([*model.parameters()]) == tensors
     assert sum(p.data.size for p in model.parameters()) == count
     x, y = MODELS[name].batch(3)
     assert len(model(x)) == len(y)
@@ -391,6 +500,29 @@ def test_sizes_that_were_rounded_up_are_said_to_be():
 def test_an_emulated_network_is_named():
     assert "emulated network (rate=1gbit)" in reported([row_of(netlab="rate=1gbit")])
     assert "emulated" not in reported([row_of()])
+
+
+def test_a_heading_has_the_network_of_the_largest_world():
+    rows = [row_of(n=n, netlab="delay=1ms") for n in (8, 4)]
+    alone = row_of(n=1)
+    emulated = "tcp, emulated network (delay=1ms)"
+    assert heading("x", [*rows, alone]) == f"x, 1 to 8 ranks, {emulated}"
+    assert heading("x", rows[:1]) == f"x, 8 ranks, {emulated}"
+    assert heading("x", [alone]) == "x, 1 rank, tcp"
+
+
+def test_a_barrier_has_neither_size_nor_bandwidth_for_people():
+    barrier = row_of("barrier", bytes=0)
+    alone = reported([barrier], benchmark="barrier").splitlines()
+    assert alone[0] == "barrier, 4 ranks, tcp, float32"
+    assert [line.split() for line in alone[1:]] == [
+        ["median", "us", "min", "us"],
+        ["1,000,000.0", "500,000.0"],
+    ]
+    among = reported([row_of("reduce"), barrier], benchmark="collectives", sizes=[1024])
+    assert among.splitlines()[-1].split() == [
+        *("barrier", "-", "1,000,000.0", "500,000.0", "-", "-")
+    ]
 
 
 # ---- Collectives: what is measured, and what is right ----
@@ -630,6 +762,15 @@ def test_the_prediction_has_the_ring_s_own_steps_and_bytes():
     assert all(row["predicted_us"] == round(row["median_us"], 1) for row in rows)
 
 
+def test_the_worked_example_of_the_model_is_so():
+    model = bench_limits.Model(25e-6, 1e-9)
+    for nbytes, steps, us in ((1024, 3, 78), (25 * MIB, 6, 39_472), (100_000, 6, 300)):
+        arrivals = bench_limits.steps_of_all_reduce(nbytes // 4, 0, 4)
+        assert len(arrivals) == steps
+        seconds = model.seconds(steps, sum(arrivals))
+        assert seconds == pytest.approx(us / 1e6, rel=0.002)
+
+
 @pytest.mark.parametrize("other", [{"transport": "shm"}, {"world_size": 1}])
 def test_nothing_is_predicted_of_what_is_no_ring(other):
     rows = [row_of(bytes=nbytes) | other for nbytes in (1024, 2048)]
@@ -732,7 +873,11 @@ def test_a_picture_says_what_it_shows(tmp_path):
     others = {"stream_us": 100.0, "predicted_us": 150.0, "gloo_us": 300.0}
     svg = drawn([row_of(bytes=size) | others for size in sizes], tmp_path)
     for text in (
-        *("all-reduce, 4 ranks, tcp<", "minddp, measured", "raw stream, the limit"),
+        *(
+            "all-reduce, 4 ranks, tcp<",
+            "minddp, measured",
+            "raw stream of as many bytes",
+        ),
         *("predicted by alpha and B", "gloo (PyTorch)", "bus bandwidth, GB/s"),
         *("1 KiB", "1 MiB", "25 MiB", "array size"),
     ):
@@ -751,7 +896,7 @@ def test_several_collectives_have_a_curve_each_and_a_barrier_none(tmp_path):
     ops = ("all_gather", "reduce", "barrier")
     rows = [row_of(op, bytes=8 * (op != "barrier")) for op in ops]
     svg = drawn(rows, tmp_path)
-    assert "Collectives, 4 ranks" in svg
+    assert "collectives, 4 ranks" in svg
     assert [op in svg for op in ops] == [True, True, False]
 
 
@@ -777,12 +922,13 @@ def test_a_start_is_cut_where_the_last_rank_has_imported(monkeypatch):
         assert times == [5.0, 1.5, 6.5]
 
 
-def test_where_the_kernel_does_not_tell_memory_is_none(monkeypatch, tmp_path):
+def test_where_the_kernel_does_not_tell_what_is_resident_is_none(monkeypatch, tmp_path):
     monkeypatch.setattr(bench_rendezvous, "STATUS", tmp_path / "status")
     (row,) = run_groups(1, lambda pg: bench_rendezvous.rendezvous_row(pg, 0, 1, 2))
-    assert row["resident_mb"] is row["peak_mb"] is None
+    assert row["resident_mb"] is None
+    assert 10 < row["peak_mb"] < 100_000
     (tmp_path / "status").write_text("VmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n")
-    assert bench_rendezvous.memory_mb("VmRSS") == 1.024
+    assert bench_rendezvous.resident_mb() == 1.024
 
 
 def test_rank_0_tells_each_rank_of_all():
