@@ -2,8 +2,7 @@
 
     minddp run -n 3 examples/13_slow_network.py --quick
 
-The network lab (minddp/netlab.py) slows down the links between ranks on one machine.
-Printed are ms for a batch on 2 ranks, on 3, ...; --plot FILE draws them. The last line:
+Printed: ms for a batch in the network lab (netlab.py), on 2 ranks and on 3. At the end:
 
     [rank 0] all on an emulated network: rate=200mbit, delay=0.3ms
 """
@@ -22,28 +21,29 @@ from minddp.comm_hooks import allreduce_hook, fp16_compress_hook
 from minddp.ddp import DistributedDataParallel as DDP
 from minddp.powersgd import PowerSGDState, powerSGD_hook
 
-HOOKS = allreduce_hook, fp16_compress_hook, powerSGD_hook
-SUM, BEST = allreduce_hook, 0.3  # MiB; with 2, all are in one bucket: no overlap
+HOOKS = {"none": allreduce_hook, "fp16": fp16_compress_hook, "PowerSGD": powerSGD_hook}
+CAPS = {"0.5 KiB": 0.0005, "0.1 MiB": 0.1, "0.3 MiB": 0.3, "0.6 MiB": 0.6}
+ONE, BEST = (2, "none", 1), (0.3, "none", 1)  # in one bucket, nothing overlaps
 CURVES = {  # what is varied: {how: (MiB a bucket, hook, batches a step)}
-    "bucket": {f"{cap} MiB": (cap, SUM, 1) for cap in (0.0005, 0.1, BEST, 0.6, 2)},
-    "overlap": {"no network": (2, SUM, 0), "off": (2, SUM, 1), "on": (BEST, SUM, 1)},
-    "batches a step": {str(k): (BEST, SUM, k) for k in (1, 2, 4)},
-    "hook": {hook.__name__: (BEST, hook, 1) for hook in HOOKS},
+    "bucket": {how: (CAPS[how], "none", 1) for how in CAPS} | {"one bucket": ONE},
+    "overlap": {"no network": (2, "none", None), "one bucket": ONE, "0.3 MiB": BEST},
+    "batches a step": {str(k): (0.3, "none", k) for k in (1, 2, 4)},
+    "hook": {how: (0.3, how, 1) for how in HOOKS},
 }
 
 
 def batches(pg, cap, hook, every):
-    """Yields the ms for a batch; gradients (1 MiB) are averaged after so many."""
+    """Yields the ms for a batch; gradients, 1 MiB, are averaged after so many."""
     layers = [layer for _ in range(12) for layer in (nn.ReLU(), nn.Linear(144, 144))]
     ddp = DDP(nn.Sequential(*layers), pg, bucket_cap_mb=cap, check_sync_every=0)
-    state = PowerSGDState(pg, 2, 2) if hook is powerSGD_hook else pg
-    ddp.register_comm_hook(state, hook)
+    state = PowerSGDState(pg, 2, 2) if hook == "PowerSGD" else pg
+    ddp.register_comm_hook(state, HOOKS[hook])
     optimizer = optim.SGD(ddp.parameters(), lr=1e-6)
     x = np.random.default_rng(pg.rank).standard_normal((4096, 144), np.float32)
     while True:
         start = time.perf_counter()
         for i in range(every or 1):
-            ddp.require_backward_grad_sync = i == every - 1
+            ddp.require_backward_grad_sync = i + 1 == every
             F.mse_loss(ddp(x), x, reduction="sum").backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -63,7 +63,7 @@ def measure(pg, rounds):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--quick", action="store_true")
-parser.add_argument("--plot")
+parser.add_argument("--plot", metavar="FILE", help="draw the curves into it")
 options = parser.parse_args()
 os.environ.setdefault("MINDDP_NETLAB", "rate=200mbit, delay=0.3ms")
 world = minddp.init_process_group()

@@ -171,6 +171,18 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def boot_id() -> str:
+    """Which machine this is; containers on one machine say the same.
+
+    Its node name where the kernel has no such id.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return boot.read().strip()
+    except OSError:
+        return os.uname().nodename
+
+
 # ---- What was given, and is it a number in its range? ----
 
 

@@ -175,7 +175,7 @@ class ProcessGroup:
             text = f"rank {self.rank} left the rendezvous: {error!r}"
             self._control.accuse(PeerLost(text, self.rank))
             raise
-        links.bytes_sent = links.bytes_received = 0
+        links.count_from_here()
         return backend
 
     @property
@@ -192,7 +192,7 @@ class ProcessGroup:
     @property
     def netlab(self) -> str:
         """The emulated network (netlab.py), as MINDDP_NETLAB has it; "" for none."""
-        return self._links.emulated if self._links else ""
+        return str(self._rendezvous.lab or "") if self._links else ""
 
     @property
     def closed(self) -> bool:

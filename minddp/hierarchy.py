@@ -32,22 +32,24 @@ Bytes.  n ranks on h hosts, an array of B bytes that travels in chunks. What one
         For 2 hosts with 2 ranks each that is 1.5 B and 1 B; for 2 with 8 each nearly 2.
         If the numbers of the ranks alternate between hosts, as 0 2 | 1 3, the ring of
         all crosses a cable at every step and each host sends n/h times 2 (n-1)/n B.
-Steps.  2 (h-1) of TCP in place of 2 (n-1), and those inside a host cost microseconds.
+Steps.  2 (h-1) of TCP in place of 2 (n-1) (half as many if the array is small), and
+        those inside a host cost microseconds.
 
 Rule 1.  Every call begins on the ring of all ranks: neighbours there compare headers,
          as in ring.py, before anything else. So a mismatch is found and judged as ever,
          whatever the two calls would have gone on with.
 Rule 2.  What has no such path (reduce_scatter, all_gather, reduce, gather, scatter,
-         all_to_all) takes the ring of all ranks entirely. It moves 2 (n-1)/n B or what
-         rooted.py says, over each cable.
+         all_to_all) takes the ring of all ranks entirely. Over each cable go (n-1)/n B
+         for reduce_scatter and all_gather, and what rooted.py says for the others; n/h
+         times that if the numbers alternate.
 Rule 3.  Who waits in memory for its leader does not give up while the leader moves
          bytes: the leader counts in its page whenever some have moved, and who sleeps
-         restarts its deadline at every look. So nobody is late because a network is
-         slow.
-Rule 4.  Nobody leaves a call before its leader is through with the others. It could not
-         count on Rule 3 while it waits in the next one.
-Rule 5.  All ranks have the leaders' bits, who have the same ones by the ring. They are
-         not those of TCP alone, which adds in another order.
+         restarts its deadline whenever a look finds the count changed. So nobody is
+         late because a network is slow.
+Rule 4.  Nobody leaves a call before its leader is through. It would wait in the next
+         one for a header on the ring of all ranks, and there Rule 3 does not help it.
+Rule 5.  All ranks have the leaders' bits, which the ring makes equal. They are not
+         those of TCP alone, which adds in another order.
 
 An array that lies in shared memory (`ProcessGroup.zeros`, DDP's buckets) is never
 copied on the way up. Rank k of the L ranks of a host adds chunk k of all arrays into
@@ -60,7 +62,8 @@ that have the same MINDDP_HOSTID. And they must be able to open each other's mem
 
 Measured, 2 hosts with 2 ranks each: 25 MiB at 1 Gbit/s take 230 ms, over the ring of
 all 330, or 650 if the numbers alternate; without a limit 35 and 57. 1 KiB takes 0.2 ms
-in place of 0.1: so few ranks have few steps to save, and headers go round first.
+in place of 0.1: so few ranks have few steps to save, and each rank first compares
+headers with a neighbour.
 
 In PyTorch: NCCL's trees, which are chains inside a host and a tree between hosts, and
 NCCL_HOSTID. For averages of parameters, model_averaging/hierarchical_model_averager.py.
@@ -71,7 +74,8 @@ tenth); a ring for each local rank, for hosts with several network cards; more t
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -79,6 +83,7 @@ import numpy as np
 
 from minddp import ring, shm
 from minddp.combine import combine, hand_out
+from minddp.environment import boot_id
 from minddp.frame import HEADER_BYTES, Header
 from minddp.net import Alarm, Bytes, Deadline, Link, RingLinks
 from minddp.rendezvous import Rendezvous
@@ -87,6 +92,7 @@ from minddp.ring import chunk
 Array = np.ndarray[Any, Any]
 NAMESPACES = "/proc/self/ns/net", "/proc/self/ns/pid"
 Hosts = list[list[int]]  # the ranks of every host, in order; the first is the leader
+Collective = Callable[..., None]  # of ring.py or shm.py
 
 
 # ---- Who is where ----
@@ -107,11 +113,9 @@ def hosts_of_all(links: ring.Links, host_id: str, deadline: Deadline) -> Hosts:
 
 def kernels_word() -> str:
     """What is the same for processes that share a machine, its network and its pids."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            names = [boot.read(), *map(os.readlink, NAMESPACES)]
-    except OSError:
-        names = [os.uname().nodename]
+    names = [boot_id()]
+    with suppress(OSError):  # other systems have no namespaces
+        names += [os.readlink(namespace) for namespace in NAMESPACES]
     return f"kernel: {' '.join(names)}"
 
 
@@ -147,10 +151,13 @@ class LeaderLinks(RingLinks):
 
 
 class Tiers:
-    """Both tiers, as one rank sees them. leaders: None on a rank that is no leader."""
+    """Both tiers, as one rank sees them. leader_links: None on a rank that is no
+    leader."""
 
-    def __init__(self, hosts: Hosts, memory: shm.Memory, leaders: LeaderLinks | None):
-        self.hosts, self.memory, self.leaders = hosts, memory, leaders
+    def __init__(
+        self, hosts: Hosts, memory: shm.Memory, leader_links: LeaderLinks | None
+    ):
+        self.hosts, self.memory, self.leader_links = hosts, memory, leader_links
         self.world_size = sum(map(len, hosts))
         self._messages = self._headers = 0
 
@@ -160,36 +167,37 @@ class Tiers:
         return host, self.hosts[host].index(rank)
 
     def inside(
-        self, collective: Callable[..., None], x: Array, call: Header, d: Deadline
+        self, collective: Collective, x: Array, call: Header, deadline: Deadline
     ) -> None:
         """Perform a collective of shm.py; a rank that is alone has nobody to do it
         with."""
         if self.memory.others:
-            collective(self.memory, x, call, d)
+            collective(self.memory, x, call, deadline)
 
     def across(
-        self, collective: Callable[..., None], x: Array, call: Header, d: Deadline
+        self, collective: Collective, x: Array, call: Header, deadline: Deadline
     ) -> None:
         """Perform a collective of ring.py between hosts, if this rank is a leader."""
-        if self.leaders:
-            collective(self.leaders, x, call, d)
-            h, right = len(self.hosts), self.leaders.rank + 1
+        if self.leader_links:
+            collective(self.leader_links, x, call, deadline)
+            h, right = len(self.hosts), self.leader_links.rank + 1
             self._messages += len(ring.arrivals(call, right % h, h))
             self._headers += HEADER_BYTES
 
     def stats(self) -> dict[str, int]:
         """What has been sent and received across."""
+        links = self.leader_links
         return {
             "messages": self._messages,
-            "bytes_sent": self.leaders.bytes_sent if self.leaders else 0,
-            "bytes_received": self.leaders.bytes_received if self.leaders else 0,
+            "bytes_sent": links.bytes_sent if links else 0,
+            "bytes_received": links.bytes_received if links else 0,
             "header_bytes": self._headers,
         }
 
     def close(self) -> None:
         """Closing twice is fine."""
-        if self.leaders:
-            self.leaders.close()
+        if self.leader_links:
+            self.leader_links.close()
         self.memory.close()
 
 
@@ -220,8 +228,8 @@ def connect(
         if port:
             port.close()
     place = members.index(links.rank)
-    leaders = LeaderLinks(place, hosts, ends, memory, rendezvous.alarm)
-    return Tiers(hosts, memory, leaders)
+    leader_links = LeaderLinks(place, hosts, ends, memory, rendezvous.alarm)
+    return Tiers(hosts, memory, leader_links)
 
 
 # ---- Calls and parts of calls ----
@@ -229,23 +237,22 @@ def connect(
 
 @dataclass(frozen=True, slots=True)
 class Part(Header):
-    """What one tier does of a call: performed as its own fields say; to the others, and
-    in errors, it is the whole call."""
+    """What one tier does of a call: performed as its own fields say; to other ranks,
+    and in errors, it is the call itself."""
 
-    whole: Header | None = None
+    call: Header = field(kw_only=True)
 
     def pack(self) -> bytes:
-        assert self.whole
-        return self.whole.pack()
+        return self.call.pack()
 
     def __str__(self) -> str:
-        return str(self.whole)
+        return str(self.call)
 
 
 def part_of(call: Header, **changes: Any) -> Part:
     """The call with these fields changed, for one tier."""
     fields = {name: getattr(call, name) for name in Header.__slots__}
-    return Part(**(fields | changes), whole=call)
+    return Part(**(fields | changes), call=call)
 
 
 # ---- Collectives: their names are those of ring.py and shm.py ----
@@ -260,7 +267,7 @@ def all_reduce(tiers: Tiers, x: Array, call: Header, deadline: Deadline) -> None
         return
     tiers.inside(shm.reduce, x, part, deadline)
     tiers.across(ring.all_reduce, x, part, deadline)
-    if call.reduce == "avg" and tiers.leaders:
+    if call.reduce == "avg" and tiers.leader_links:
         x /= tiers.world_size
     tiers.inside(shm.broadcast, x, part, deadline)
 
@@ -273,15 +280,14 @@ def all_reduce_in_place(
     memory = tiers.memory
     mine, order = chunk(len(x), memory.world_size, memory.rank), memory.others
     arrays = [*(of_all[k][mine] for k in order), x[mine]]
-    leaders = [*order, memory.rank].index(0)
-    sums, copies = arrays[leaders], arrays[:leaders] + arrays[leaders + 1 :]
+    at = [*order, memory.rank].index(0)  # the leader's
+    sums, copies = arrays[at], arrays[:at] + arrays[at + 1 :]
     if copies:
         combine(arrays, [sums], part)
     memory.barrier(part, deadline)
     tiers.across(ring.all_reduce, x, part, deadline)
     memory.barrier(part, deadline)
-    assert part.whole
-    divisor = tiers.world_size if part.whole.reduce == "avg" else 1
+    divisor = tiers.world_size if part.call.reduce == "avg" else 1
     hand_out(sums, copies, divisor)
     memory.barrier(part, deadline)
 

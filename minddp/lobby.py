@@ -38,6 +38,7 @@ from minddp.net import (
     resolve,
     shown,
     start_connecting,
+    tcp_link,
 )
 
 log = logging.getLogger("minddp")
@@ -141,7 +142,7 @@ class Lobby:
         for rank, dialled in list(self._dialled.items()):
             try:
                 if dialled.advance():
-                    link = Link(dialled.sock, rank, self._timeout)
+                    link = tcp_link(dialled.sock, rank, self._timeout)
                     del self._dialled[rank]
                     yield None, link
             except (HandshakeError, OSError) as exc:
@@ -151,7 +152,7 @@ class Lobby:
             try:
                 if hello := visitor.advance():
                     self._visitors.remove(visitor)
-                    yield hello, Link(visitor.sock, hello.rank, self._timeout)
+                    yield hello, tcp_link(visitor.sock, hello.rank, self._timeout)
                 elif not visitor.deadline.left():
                     seconds = f"{HANDSHAKE_SECONDS:g} s"
                     self._drop(visitor, f"no handshake within {seconds}")
@@ -227,7 +228,7 @@ def dial(
             try:
                 local_host = sock.getsockname()[0]
                 if _converse(sock, address, make_script(local_host), deadline):
-                    return Link(sock, 0, timeout)
+                    return tcp_link(sock, 0, timeout)
             except BaseException:
                 sock.close()
                 raise

@@ -5,7 +5,8 @@ The only module that imports `socket`. From the ground up:
     Deadline    how long a public call may still take; handed down to all that block
     Alarm       wakes a rank that waits on its links, because the group has failed
     Listener    a bound port: listen(host, port), adopt(fd)
-    Link        one authenticated connection to one rank: send_some, recv_some
+    Link        one authenticated connection to one rank: send_some, recv_some;
+                tcp_link makes one of a connected socket
     RingLinks   the links to the left and to the right neighbour, as ring.py uses them
 
                  send_some  .------------------------.  recv_some
@@ -175,14 +176,12 @@ def connect(family: int, address: Address, deadline: Deadline) -> Socket:
 def local_pair() -> tuple[Socket, Socket]:
     """Two sockets of this process, joined: what is sent on one comes out of the other.
 
-    The first never blocks. For whatever stands between a link and its connection
-    (netlab.py).
+    For whatever stands between a link and its connection (netlab.py).
     """
-    outer, inner = socket.socketpair()
-    outer.setblocking(False)
-    for sock in outer, inner:
+    pair = socket.socketpair()
+    for sock in pair:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, PAIR_BYTES // 2)
-    return outer, inner
+    return pair
 
 
 # ---- Listening ----
@@ -203,9 +202,8 @@ class Listener:
     def accept(self) -> tuple[socket.socket, Address] | None:
         try:
             return self._sock.accept()
-        except (
-            OSError
-        ):  # nobody there (any more), or out of descriptors: not our caller's
+        # Nobody there (any more), or out of descriptors: our caller can do nothing.
+        except OSError:
             return None
 
     def close(self) -> None:
@@ -288,14 +286,16 @@ def _why_not_bound(exc: OSError, where: str) -> str:
 
 
 class Link:
-    """One authenticated TCP connection to the rank `peer`; never blocks."""
+    """One authenticated connection to the rank `peer`; never blocks.
 
-    def __init__(self, sock: socket.socket, peer: int, timeout: float):
-        self.peer = peer
-        self.address = shown(sock.getpeername())
-        self.local_host: str = sock.getsockname()[0]
+    address: where the peer is, as errors show it. local_host: by which address of this
+    machine it is reached.
+    """
+
+    def __init__(self, sock: Socket, peer: int, address: str, local_host: str):
+        self.peer, self.address, self.local_host = peer, address, local_host
         self._sock = sock
-        _tune(sock, timeout)
+        sock.setblocking(False)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -330,6 +330,12 @@ class Link:
         return PeerLost((exc.strerror or str(exc)).lower(), self.peer)
 
 
+def tcp_link(sock: Socket, peer: int, timeout: float) -> Link:
+    """A link over a connected TCP socket. timeout: the group's."""
+    _tune(sock, timeout)
+    return Link(sock, peer, shown(sock.getpeername()), sock.getsockname()[0])
+
+
 class RingLinks:
     """The links to both neighbours: what ring.py needs of a network, and all it knows
     of it.
@@ -338,8 +344,6 @@ class RingLinks:
     rank's number in the group, which errors name; in a ring of some ranks only, `rank`
     is another one, its place in the ring.
     """
-
-    emulated = ""  # what netlab.py makes of this network, if anything
 
     def __init__(
         self, rank: int, world_size: int, left: Link, right: Link, alarm: Alarm
@@ -376,6 +380,10 @@ class RingLinks:
         self.bytes_received += received
         return received
 
+    def count_from_here(self) -> None:
+        """Forget the bytes that have been counted."""
+        self.bytes_sent = self.bytes_received = 0
+
     def wait(self, sending: bool, receiving: bool, deadline: Deadline) -> bool:
         """Sleep until a byte can move; False if the deadline came first.
 
@@ -405,7 +413,6 @@ def _tune(sock: socket.socket, timeout: float) -> None:
     128 KiB. Two or four sockets for each neighbour carried no more than one (within a
     tenth, with four ranks on two cores).
     """
-    sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # How long data that was sent may wait: for an acknowledgement, or at a slow reader.

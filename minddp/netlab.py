@@ -7,10 +7,10 @@
     delay    how long a bit travels            us, ms, s
     jitter   how much longer or shorter, at most; evenly distributed, not above delay
 
-Settings behind `rank R:` are for that rank alone, in place of the others: it has a bad
-network card, which is slow both ways. Without a rate it is 10gbit. A *cable* then lies
-between every link to a right neighbour and its connection: a thread, which hands on
-each piece not before its time.
+Settings after `rank R:` hold for that rank alone, and there win over the first ones: it
+has a bad network card, which is slow both ways. Without a rate it is 10gbit. A *cable*
+then lies between every link to a right neighbour and its connection: a thread, which
+hands on no piece before its time.
 
     pump --> local socket pair --> cable --> TCP over loopback --> right neighbour
                                      |
@@ -53,7 +53,8 @@ from dataclasses import dataclass, replace
 from minddp.errors import PeerLost, UsageError
 from minddp.net import PAIR_BYTES, Link, Socket, local_pair
 
-SEGMENT_BYTES, HEADER_BYTES = 1448, 66  # of TCP, and of TCP, IP and Ethernet
+TCP_SEGMENT_BYTES = 1448  # what fits into one packet of Ethernet
+TCP_HEADER_BYTES = 66  # of TCP, IP and Ethernet, on each
 PIECE_SECONDS, PIECE_BYTES = 1e-3, 256 * 1024  # what is handed on at a time, at most
 BUFFER_SECONDS, BUFFER_BYTES = 0.02, 4 * 2**20  # what a send buffer holds, at most
 PATIENCE = 1.0  # seconds in which a peer is to take what came in time
@@ -75,7 +76,7 @@ class Quality:
 
     def seconds(self, count: int) -> float:
         """How long the wire is busy with so many bytes and their headers."""
-        headers = -(-count // SEGMENT_BYTES) * HEADER_BYTES
+        headers = -(-count // TCP_SEGMENT_BYTES) * TCP_HEADER_BYTES
         return (count + headers) * 8 / self.rate
 
     def worse(self, other: "Quality") -> "Quality":
@@ -100,7 +101,7 @@ class Lab:
         return one.worse(other)
 
     def check(self, world_size: int) -> None:
-        """Raises: UsageError if it speaks of ranks that the world has not."""
+        """Raises: UsageError if it speaks of ranks that the world does not have."""
         for rank in self.special:
             if rank >= world_size:
                 raise _wrong(self.text, f"there is no rank {rank} among {world_size}")
@@ -171,9 +172,8 @@ class EmulatedLink(Link):
     """A link that sends through a cable of this quality; it is only sent on."""
 
     def __init__(self, link: Link, quality: Quality):
-        self.peer, self.address = link.peer, link.address
-        self.local_host = link.local_host
-        self._sock, intake = local_pair()
+        outer, intake = local_pair()
+        super().__init__(outer, link.peer, link.address, link.local_host)
         self._cable = Cable(intake, link, quality)
 
     def close(self) -> None:
@@ -192,8 +192,9 @@ class Cable:
                 "process has too many open"
             )
         self._intake, self._link, self._quality = intake, link, quality
-        most = int(quality.rate / 8 * PIECE_SECONDS) // SEGMENT_BYTES * SEGMENT_BYTES
-        self._piece_bytes = max(SEGMENT_BYTES, min(most, PIECE_BYTES))
+        segments = int(quality.rate / 8 * PIECE_SECONDS) // TCP_SEGMENT_BYTES
+        most = max(1, segments) * TCP_SEGMENT_BYTES
+        self._piece_bytes = min(most, PIECE_BYTES)
         travel = quality.delay + quality.jitter
         buffer = min(quality.rate / 8 * BUFFER_SECONDS, BUFFER_BYTES)
         self._capacity = quality.rate / 8 * travel + buffer

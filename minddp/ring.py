@@ -56,7 +56,7 @@ Invariants.
           in the order k+1, k+2, ..., k, so another n may give other last bits.
   No deadlock.  A rank never waits to send before it looks for what has come (`pump`).
 
-In PyTorch: gloo's allreduce_ring_chunked.cc; NCCL's `runRing` in all_reduce.h.
+In PyTorch: gloo's allreduce_ring_chunked.h; NCCL's `runRing` in all_reduce.h.
 
 Left out: trees and recursive doubling, which need log2(n) steps for small arrays, but
 links to ranks other than the neighbours; several rings at once. Collectives with a root
@@ -285,7 +285,7 @@ def all_gather(links: Links, x: Array, call: Header, deadline: Deadline) -> None
 def all_reduce(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     """As `all_reduce_stepwise`, in segments, without a pause between the phases."""
     if goes_whole(x.nbytes, links.world_size):
-        all_reduce_small(links, x, call, deadline)
+        all_reduce_whole(links, x, call, deadline)
         return
     ready = start_with(links, x, links.rank - 1)
 
@@ -305,7 +305,7 @@ def goes_whole(nbytes: int, n: int) -> bool:
     return nbytes <= WHOLE_BYTES and (n - 2) * nbytes <= n * STEP_BYTES
 
 
-def all_reduce_small(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
+def all_reduce_whole(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
     """As `all_reduce_stepwise`, with whole arrays in half as many steps."""
     r, n = links.rank, links.world_size
     given = [np.empty_like(x) for _ in range(n)]
@@ -424,10 +424,8 @@ def arrivals(call: Header, r: int, n: int) -> list[int]:
     if call.op in ("all_reduce", "barrier") and goes_whole(call.nbytes, n):
         return [call.nbytes] * (n - 1)
     if call.op in ("broadcast", "reduce"):
-        nothing = (
-            root if call.op == "broadcast" else (root + 1) % n
-        )  # is where it starts
-        return [] if r == nothing else [call.nbytes]
+        starts = root if call.op == "broadcast" else (root + 1) % n  # receives nothing
+        return [] if r == starts else [call.nbytes]
     match call.op:
         case "all_reduce" | "barrier":
             chunks = [r - 2 - t for t in range(2 * (n - 1))]

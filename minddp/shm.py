@@ -25,11 +25,12 @@ The stages of several pieces overlap, so that there is one barrier a piece, not 
     piece 1          | give | add  | take |
     piece 2          |      | give | add  | take     interval i gives into area i % 3
 
-Rule 1.  In interval i area i % 3 is written, area (i-1) % 3 is read and its own slot
-         written, area (i-2) % 3 is read, by whoever. No two ranks are in different
-         intervals, so nothing is overwritten while it is read. The count of intervals
-         goes on from one call to the next: no call needs a barrier at its end.
-Rule 2.  The first barrier of a call lies before any array is changed, and behind it
+Rule 1.  In interval i a rank gives into its area i % 3. It reads all areas (i-1) % 3
+         and writes slot r of its own there. It reads the areas (i-2) % 3. No two ranks
+         are in different intervals, so nothing is overwritten while it is read. The
+         count of intervals goes on from one call to the next: no call needs a barrier
+         at its end.
+Rule 2.  The first barrier of a call comes before any array is changed, and after it
          every rank compares all headers with its own. So a mismatch leaves arrays as
          they were, and all ranks count the same barriers.
 Rule 3.  Chunk k is added in the order k+1, k+2, ..., k, as in ring.py: shared memory
@@ -57,8 +58,8 @@ wrote before. Processors may reorder a store and a later load (x86), or any two 
 read-modify-writes. `fence` releases and takes a lock that nobody else knows:
 
     x86     a locked instruction is a full fence, also for streaming stores
-    ARM     release, then acquire: what was before stays before, what is behind behind
-            (by the rules of its manual; measured and tested on x86 only)
+    ARM     release, then acquire: what was before stays before, what is after stays
+            after (by the rules of its manual; measured and tested on x86 only)
 
 It stands between my data and my counter; between my counter and the look at who waits
 (and, at the sleeper, between saying so and looking at the counter: one of the two sees
@@ -75,8 +76,8 @@ and added by everybody: one barrier.
 A killed rank is noticed by the control plane, whose alarm wakes all; a stopped one by
 the deadline.
 
-In PyTorch: gloo has no shared memory between ranks; NCCL's transport/shm.cc has, and
-MPI's (MPICH's POSIX segments under ch4/shm).
+In PyTorch: gloo's allreduce_shm.cc, for ranks on one node; NCCL's transport/shm.cc;
+MPICH's POSIX segments (ch4/shm).
 
 Left out: send and recv, which stay on TCP; NUMA; systems without memfd and /proc. For
 several hosts with several ranks each, see hierarchy.py.
@@ -107,11 +108,13 @@ from minddp.ring import add_in_order, chunk, mismatch
 Array = np.ndarray[Any, Any]
 Stage = Callable[[int], None]  # what happens to piece p
 
-PAGE = 4096
-NUMBER_AT = 48  # of a window, from the beginning of the header before it
-MOVES_AT = 320  # behind two counters and the headers of three intervals
-LINE = 64  # bytes that processors move at once: what others write does not share one
 AREAS = 3
+PAGE = 4096
+LINE = 64  # bytes that processors move at once: what others write does not share one
+# What is where on the page: counters of 8 bytes, and a header for each area.
+ARRIVED_AT, AWAITS_AT, HEADERS_AT = 0, LINE, 2 * LINE
+PROGRESS_AT = HEADERS_AT + AREAS * LINE
+NUMBER_AT = 48  # of a window, from the beginning of the header before it
 AREA_BYTES = 1 << 20  # as measured: what is given is still in a cache when it is taken
 SMALL_BYTES = 32 * 1024  # up to here everybody adds everything
 FILE_BYTES = PAGE + AREAS * AREA_BYTES
@@ -132,12 +135,38 @@ class Window:
     of_all: list[Array]
 
 
+class Bells:
+    """Pipes by which ranks wake each other. of_all: every rank's, to write to. mine:
+    where this rank reads."""
+
+    def __init__(self, of_all: Sequence[int], mine: int, alarm: Alarm):
+        self._of_all, self._mine = of_all, mine
+        self._poll = select.poll()
+        self._poll.register(mine, select.POLLIN)
+        self._poll.register(alarm, select.POLLIN)
+
+    def ring(self, k: int) -> None:
+        """Wake rank k, if it sleeps."""
+        with suppress(BlockingIOError, BrokenPipeError):  # it is full, or nobody's
+            os.write(self._of_all[k], b"!")
+
+    def nap(self, seconds: float) -> None:
+        """Sleep until this rank's bell rings, or the alarm, or for so long."""
+        for fd, _ in self._poll.poll(seconds * 1000 + 1):
+            if fd == self._mine:
+                os.read(fd, PAGE)
+
+    def close(self) -> None:
+        for fd in {*self._of_all, self._mine}:
+            os.close(fd)
+        self._mine = -1  # a signal handler may have come between poll and read
+
+
 class Memory:
     """The memory of all ranks as one of them sees it, and where it is in the protocol.
 
     ranks: their numbers in the group, for errors; in here they are 0, 1, ... in this
-    order. maps: every rank's file. bells: every rank's pipe, to write to. my_bell:
-    where this rank reads.
+    order. maps: every rank's file.
     """
 
     def __init__(
@@ -145,33 +174,31 @@ class Memory:
         rank: int,
         ranks: Sequence[int],
         maps: list[mmap.mmap],
-        bells: list[int],
-        my_bell: int,
+        bells: Bells,
         alarm: Alarm,
     ):
         self.rank, self.world_size, self.ranks = rank, len(maps), ranks
         self.others = [(rank + i) % len(maps) for i in range(1, len(maps))]
-        self.step = 0  # the interval
+        self.interval = 0
         self._first = 0  # the interval in which the present call began
         self._mine = b""  # the header of the present call
-        self._maps, self._bells = maps, bells
-        self._my_bell, self._alarm = my_bell, alarm
+        self._maps, self._bells, self._alarm = maps, bells, alarm
         self._pages = [memoryview(file)[:PAGE] for file in maps]
-        self._arrived = [page[:8].cast("Q") for page in self._pages]
-        self._awaits = [page[LINE : LINE + 8].cast("Q") for page in self._pages]
-        moves = slice(MOVES_AT, MOVES_AT + 8)
-        self._moves = [page[moves].cast("Q") for page in self._pages]
-        self._windows: dict[int, Window] = {}  # by the id of my array
-        self._windows_made = 0
+        self._arrived = self._counters(ARRIVED_AT)
+        self._awaits = self._counters(AWAITS_AT)
+        self._progress = self._counters(PROGRESS_AT)
         self._areas = [
             np.frombuffer(file, np.uint8, AREAS * AREA_BYTES, PAGE).reshape(AREAS, -1)
             for file in maps
         ]
+        self._windows: dict[int, Window] = {}  # by the id of my array
+        self._windows_made = 0
         self._lock = threading.Lock()
         self._lock.acquire()
-        self._poll = select.poll()
-        self._poll.register(my_bell, select.POLLIN)
-        self._poll.register(alarm, select.POLLIN)
+
+    def _counters(self, at: int) -> list[memoryview]:
+        """Every rank's counter at this place of its page."""
+        return [page[at : at + 8].cast("Q") for page in self._pages]
 
     def area(self, owner: int, piece: int) -> Array:
         """The bytes into which that rank gives a piece of the present call."""
@@ -199,64 +226,60 @@ class Memory:
         if window and (window.mine() is not base or base.nbytes != x.nbytes):
             window = None
         self.begin(call)
-        where = self._header(self.step).start + NUMBER_AT
-        self._pages[self.rank][where : where + 8].cast("Q")[0] = (
-            window.number if window else 0
-        )
+        where = self._header(self.interval).start + NUMBER_AT
+        numbers = self._counters(where)
+        numbers[self.rank][0] = window.number if window else 0
         self.barrier(call, deadline)
-        numbers = {page[where : where + 8].cast("Q")[0] for page in self._pages}
-        if window is None or len(numbers) > 1:
+        if window is None or any(each[0] != window.number for each in numbers):
             return None
         return [array.view(x.dtype) for array in window.of_all]
 
     def close(self) -> None:
         """Close what is open; the memory goes with the last array that lies in it."""
-        for view in (*self._arrived, *self._awaits, *self._moves, *self._pages):
+        for view in (*self._arrived, *self._awaits, *self._progress, *self._pages):
             view.release()
         self._areas.clear()
         self._windows.clear()
         for file in self._maps:
             with suppress(BufferError):  # arrays of a call that is cut short
                 file.close()
-        for fd in {*self._bells, self._my_bell}:
-            os.close(fd)
-        self._my_bell = -1  # a signal handler may have come between poll and read
+        self._bells.close()
 
     # ---- Barriers ----
 
     def begin(self, call: Header) -> None:
         """Show the others which call this is; they look after the first barrier."""
-        self._first, self._mine = self.step, call.pack()
-        self._pages[self.rank][self._header(self.step)] = self._mine
+        self._first, self._mine = self.interval, call.pack()
+        self._pages[self.rank][self._header(self.interval)] = self._mine
 
     def barrier(self, call: Header, deadline: Deadline) -> None:
         """Into the next interval, when all ranks have ended this one.
 
         Raises: PeerMismatch, PeerTimeout, or the error of the group.
         """
-        self.step += 1
+        self.interval += 1
         self._fence()
-        self._arrived[self.rank][0] = self.step
+        self._arrived[self.rank][0] = self.interval
         self._fence()
         for k in self.others:
             if self._awaits[k][0] == self.rank + 1:
-                self._ring(k)
+                self._bells.ring(k)
         while (late := self._behind()) is not None:
             self._wait_for(late, call, deadline)
         self._fence()
         deadline.restart()
-        if self.step == self._first + 1:
+        if self.interval == self._first + 1:
             self._compare(call)
 
     def show_progress(self) -> None:
         """Those who wait for this rank see that it moves bytes elsewhere, and go on
         waiting."""
-        self._moves[self.rank][0] += 1
+        self._progress[self.rank][0] += 1
 
     def _behind(self) -> int | None:
         """A rank that has not come to this interval, or has taken its arrival back."""
         for k in self.others:
-            if self._arrived[k][0] < self.step:
+            if self._arrived[k][0] < self.interval:
                 return k
         return None
 
@@ -271,22 +294,18 @@ class Memory:
             if theirs != self._mine:
                 raise mismatch(self.ranks[self.rank], self.ranks[k], call, theirs)
 
-    def _header(self, step: int) -> slice:
-        start = (2 + step % AREAS) * LINE
+    def _header(self, interval: int) -> slice:
+        start = HEADERS_AT + interval % AREAS * LINE
         return slice(start, start + HEADER_BYTES)
-
-    def _ring(self, k: int) -> None:
-        with suppress(BlockingIOError, BrokenPipeError):  # it is full, or nobody's
-            os.write(self._bells[k], b"!")
 
     def _wait_for(self, k: int, call: Header, deadline: Deadline) -> None:
         """Until rank k has come to this interval: spin, then sleep."""
         counter = self._arrived[k]
         for _ in range(SPINS):
-            if counter[0] >= self.step:
+            if counter[0] >= self.interval:
                 return
         end = time.perf_counter() + YIELD_SECONDS
-        while counter[0] < self.step:
+        while counter[0] < self.interval:
             if time.perf_counter() > end:
                 return self._sleep_until(k, call, deadline)
             os.sched_yield()
@@ -294,13 +313,13 @@ class Memory:
     def _sleep_until(self, k: int, call: Header, deadline: Deadline) -> None:
         self._awaits[self.rank][0] = k + 1
         self._fence()
-        moves = self._moves[k][0]
+        progress = self._progress[k][0]
         try:
-            while self._arrived[k][0] < self.step:
+            while self._arrived[k][0] < self.interval:
                 if self._alarm.error:
                     raise self._alarm.error
-                if self._moves[k][0] != moves:
-                    moves = self._moves[k][0]
+                if self._progress[k][0] != progress:
+                    progress = self._progress[k][0]
                     deadline.restart()
                 if not deadline.left():
                     raise PeerTimeout(
@@ -309,16 +328,12 @@ class Memory:
                         f"moved for {deadline.seconds:g} s.",
                         self.ranks[k],
                     )
-                self._nap(min(deadline.left(), NAP_SECONDS))
+                self._bells.nap(min(deadline.left(), NAP_SECONDS))
         except BaseException:
-            self._arrived[self.rank][0] = self.step - 1  # nobody is to go on with us
+            # Nobody is to go on with us.
+            self._arrived[self.rank][0] = self.interval - 1
             raise
         self._awaits[self.rank][0] = 0
-
-    def _nap(self, seconds: float) -> None:
-        for fd, _ in self._poll.poll(seconds * 1000 + 1):
-            if fd == self._my_bell:
-                os.read(fd, PAGE)
 
 
 def meet(
@@ -328,41 +343,24 @@ def meet(
     mates: Sequence[int],
     insist: bool,
 ) -> Memory | None:
-    """The memory of `mates`, the ranks of this host, if on every host all can reach it;
-    else None.
+    """The memory of `mates`, the ranks of this host, if the ranks of every host can
+    reach each other's; else None.
 
     All ranks of all hosts call it, and get the same answer. Their ring is used to ask.
 
     Raises: UsageError on all ranks, if they insist and it cannot be; PeerError.
     """
-    name = secrets.randbits(63)
-    with ExitStack() as own, ExitStack() as others:
-        file = bell = -1
-        with suppress(OSError, AttributeError):
-            file = make_file(name, FILE_BYTES)
-            own.callback(os.close, file)
-            my_bell, bell = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            own.callback(os.close, bell)
-            others.callback(os.close, my_bell)
-        row = os.getpid(), file, bell, name
+    with ExitStack() as offered, ExitStack() as kept:
+        row, my_pipe = offer(offered, kept)
         table = ring.rows_of_all(links, row, deadline)
-        maps: list[mmap.mmap] = []
-        bells: list[int] = []
-        why = ""
-        try:
-            for pid, fd, bell_fd, named in table[mates].tolist():
-                maps.append(map_file(pid, fd, named, FILE_BYTES))
-                others.callback(maps[-1].close)
-                bells.append(open_of(pid, bell_fd, os.O_WRONLY | os.O_NONBLOCK))
-                others.callback(os.close, bells[-1])
-        except (OSError, ValueError) as exc:
-            why = f" ({exc})"
-        # Behind it, all have opened what they could.
-        missed = mates[len(bells)] if len(bells) < len(mates) else -1
+        maps, pipes, why = open_all(table[mates].tolist(), kept)
+        missed = mates[len(pipes)] if len(pipes) < len(mates) else -1
         missed_by = ring.rows_of_all(links, [missed], deadline)[:, 0]
+        # Now all have opened what they could, so what was offered is closed.
         if (missed_by < 0).all():
-            others.pop_all()
-            return Memory(mates.index(links.rank), mates, maps, bells, my_bell, alarm)
+            kept.pop_all()
+            bells = Bells(pipes, my_pipe, alarm)
+            return Memory(mates.index(links.rank), mates, maps, bells, alarm)
     if insist:
         who = int(np.argmax(missed_by >= 0))
         raise UsageError(
@@ -372,6 +370,42 @@ def meet(
             "takes TCP instead."
         )
     return None
+
+
+def offer(offered: ExitStack, kept: ExitStack) -> tuple[list[int], int]:
+    """Make this rank's file and its bell, a pipe. What the others need in order to
+    open them: [process, file, pipe, name]; and the end of the pipe where it reads.
+
+    On a system that lacks them they are -1. offered: will close what the others are to
+    open; kept: what this rank reads.
+    """
+    name = secrets.randbits(63)
+    file = pipe = my_pipe = -1
+    with suppress(OSError, AttributeError):
+        file = make_file(name, FILE_BYTES)
+        offered.callback(os.close, file)
+        my_pipe, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        offered.callback(os.close, pipe)
+        kept.callback(os.close, my_pipe)
+    return [os.getpid(), file, pipe, name], my_pipe
+
+
+def open_all(
+    rows: Iterable[Sequence[int]], kept: ExitStack
+) -> tuple[list[mmap.mmap], list[int], str]:
+    """The files, mapped, and the pipes that the ranks of this host have offered; as
+    many as can be had, and why the next one cannot. kept: will close them."""
+    maps: list[mmap.mmap] = []
+    pipes: list[int] = []
+    try:
+        for pid, file, pipe, name in rows:
+            maps.append(map_file(pid, file, name, FILE_BYTES))
+            kept.callback(maps[-1].close)
+            pipes.append(open_of(pid, pipe, os.O_WRONLY | os.O_NONBLOCK))
+            kept.callback(os.close, pipes[-1])
+    except (OSError, ValueError) as exc:
+        return maps, pipes, f" ({exc})"
+    return maps, pipes, ""
 
 
 def make_file(name: int, nbytes: int) -> int:
@@ -442,15 +476,15 @@ class Cut:
     def __init__(self, memory: Memory, x: Array):
         self._memory, self._x, n = memory, x, memory.world_size
         self._slot_bytes = AREA_BYTES // n // LINE * LINE
-        self._step = self._slot_bytes // x.itemsize
-        self.pieces = -(-len(x) // (n * self._step))
+        self._part_length = self._slot_bytes // x.itemsize
+        self.pieces = -(-len(x) // (n * self._part_length))
         self._chunks = [chunk(len(x), n, k) for k in range(n)]
 
     def part(self, k: int, p: int) -> Array:
         """Part p of chunk k of this rank's array."""
         whole = self._chunks[k]
-        start = min(whole.start + p * self._step, whole.stop)
-        return self._x[start : min(start + self._step, whole.stop)]
+        start = min(whole.start + p * self._part_length, whole.stop)
+        return self._x[start : min(start + self._part_length, whole.stop)]
 
     def slot(self, owner: int, k: int, p: int) -> Array:
         """Slot k of a rank's area, as large as part p of chunk k."""
@@ -480,7 +514,7 @@ def perform(
 def all_reduce(memory: Memory, x: Array, call: Header, deadline: Deadline) -> None:
     """After it, the 1-D array x holds the reduction over all ranks, on all ranks."""
     if x.nbytes <= SMALL_BYTES:
-        all_reduce_small(memory, x, call, deadline)
+        all_reduce_whole(memory, x, call, deadline)
         return
     if arrays := memory.common_window(x, call, deadline):
         all_reduce_in_place(memory, x, arrays, call, deadline)
@@ -513,7 +547,7 @@ def all_reduce_in_place(
     memory.barrier(call, deadline)
 
 
-def all_reduce_small(
+def all_reduce_whole(
     memory: Memory, x: Array, call: Header, deadline: Deadline
 ) -> None:
     """Everybody adds everything: more work, but one barrier."""

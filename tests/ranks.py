@@ -273,6 +273,17 @@ def environment(own: dict[str, str]) -> dict[str, str]:
     return kept | threads | {"PYTHONPATH": f"{here}{os.pathsep}{package}"} | own
 
 
+def descriptors() -> int:
+    """How many descriptors this process has open, and one that looks."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped() -> list[str]:
+    """The shared memory of ranks that this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if "minddp" in line]
+
+
 def free_port() -> int:
     """A port that nobody has now, and that the kernel gives to nobody by itself."""
     while True:

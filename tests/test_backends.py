@@ -223,9 +223,8 @@ def sub_groups_in_any_order_of_ranks(pg):
 
 @check(2, 3)
 def objects_and_barriers(pg):
-    assert pg.broadcast_object({"lr": [0.1, "x"]} if pg.rank == 1 else None, 1) == {
-        "lr": [0.1, "x"]
-    }
+    settings = {"lr": [0.1, "x"]}
+    assert pg.broadcast_object(settings if pg.rank == 1 else None, 1) == settings
     if pg.rank == 1:
         time.sleep(0.05)
     entered = time.monotonic()
@@ -266,15 +265,13 @@ def raises(kind, call):
 
 @check(2, 3)
 def a_mismatch_is_named_on_all_ranks_and_changes_nothing(pg):
-    n, other_calls = (
-        pg.world_size,
-        [
-            (100, lambda g, x: g.broadcast(x)),
-            (40_000, lambda g, x: g.all_reduce(x[:-1])),
-            (100, lambda g, x: g.all_reduce(x.view("i8"))),
-            (40_000, lambda g, x: g.all_reduce(x, "max")),
-        ],
-    )
+    n = pg.world_size
+    other_calls = [
+        (100, lambda g, x: g.broadcast(x)),
+        (40_000, lambda g, x: g.all_reduce(x[:-1])),
+        (100, lambda g, x: g.all_reduce(x.view("i8"))),
+        (40_000, lambda g, x: g.all_reduce(x, "max")),
+    ]
     for length, call in other_calls:
         group, x = pg.split(0), numbers(pg.rank, length)
         before = x.tobytes()
@@ -295,12 +292,12 @@ def a_rank_that_raises_is_named_by_the_others(pg):
         if pg.rank == 1:
             group.abort(ValueError("no luck"))
             continue
-        error = raises(PeerLost, lambda g=group, x=length: reduce_for_ever(g, x))
+        error = raises(PeerLost, partial(reduce_until_it_raises, group, length))
         assert error.culprit == 1 and "no luck" in str(error)
         group.close()
 
 
-def reduce_for_ever(group, length):
+def reduce_until_it_raises(group, length):
     while True:
         group.all_reduce(np.ones(length))
 
@@ -513,8 +510,12 @@ def closes_in_a_signal_handler():
 def test_every_program_ends_and_says_why():
     # All at once, so these are also jobs side by side on one machine.
     programs = [
-        *(ends_in_order_without_closing, raises_at_rank_1, stops_at_rank_1),
-        *(is_torn_at_rank_1, is_killed_at_rank_1, closes_in_a_signal_handler),
+        ends_in_order_without_closing,
+        raises_at_rank_1,
+        stops_at_rank_1,
+        is_torn_at_rank_1,
+        is_killed_at_rank_1,
+        closes_in_a_signal_handler,
     ]
     ended = concurrently(lambda p: mpiexec(3, "-c", program(p)), programs)
     in_order, raised, stopped, torn, killed, closed = ended
@@ -551,6 +552,11 @@ def test_mpi_that_one_rank_does_not_have_is_refused_on_all(monkeypatch):
     with pytest.raises(UsageError, match="has no mpi4py") as caught:
         run_groups(3, lambda pg: None, transport="mpi")
     assert [type(e) for e in caught.value.of_ranks] == [UsageError] * 3
+
+
+def test_a_machine_that_only_it_can_reach_by_its_name_is_told():
+    with pytest.raises(UsageError, match="other machines cannot reach it"):
+        mpi.open_door({"here", "there"}, "localhost")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """On real GPUs, with CuPy: `make gpu-check`. Skipped, with the reason, without them.
 
-What the double of test_nccl.py takes for granted is asked of CuPy here, and what NCCL
+What the double of fakecupy.py takes for granted is asked of CuPy here, and what NCCL
 does is compared with the ring. One GPU is enough: then its world has one rank.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from test_nccl import PROBES, everything, probe, revealing, train
+from gpu_checks import PROBES, everything, probe, revealing, train
 
 from minddp.backends import nccl
 from minddp.comm_hooks import allreduce_hook
@@ -60,13 +62,13 @@ def test_cupy_does_as_the_double_does(what, cupy):
 def test_every_collective_runs_on_one_gpu(cupy):
     """A world of one has no back end, so this is the communicator itself."""
     _, library = nccl.find()
-    name = library.get_unique_id()
-    assert type(name) is bytes
-    assert len(name) == nccl.ID_BYTES
-    device, alarm = cupy.cuda.Device(0), Alarm()
-    comm = nccl.Communicator(
-        cupy, library, 0, 1, name, device, alarm, patience=lambda: None
-    )
+    unique_id = library.get_unique_id()
+    assert type(unique_id) is bytes
+    assert len(unique_id) == nccl.ID_BYTES
+    links, alarm = SimpleNamespace(rank=0, world_size=1), Alarm()
+    owner = nccl.Nccl(links, alarm, cupy, library)
+    owner.device = 0
+    comm = nccl.Communicator(owner, unique_id, Header(Kind.DATA, 1), Deadline(60))
     for op in nccl.COLLECTIVES:
         for dtype in set(DTYPES[1:]) - {"int16", "bfloat16"}:
             reduce = "max" if "reduce" in op else ""

@@ -13,8 +13,8 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Ranks, attempt, join, reduce_for_ever, tell
-from test_two_hosts import Hosts
+from hosts import PORT, Hosts
+from ranks import Ranks, attempt, descriptors, join, mapped, reduce_for_ever, tell
 
 import minddp
 from minddp import functional as F
@@ -428,7 +428,7 @@ def test_errors_between_hosts_name_ranks_of_the_group_and_the_whole_call():
     def body(pg):
         pg.barrier()
         if pg.rank == 2:
-            pg._backend._tiers.leaders.close()
+            pg._backend._tiers.leader_links.close()
             time.sleep(0.2)
         pg.all_reduce(np.ones(300_000), "avg")
 
@@ -460,15 +460,6 @@ def test_errors_inside_a_host_name_ranks_of_the_group():
             assert late.value.culprit == 3
 
     across("AABB", body)
-
-
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mapped():
-    with open("/proc/self/maps") as maps:
-        return [line for line in maps if "minddp" in line]
 
 
 def test_a_group_leaves_no_descriptor_no_memory_and_no_thread():
@@ -556,10 +547,8 @@ def test_processes_in_two_network_namespaces_find_out_by_themselves():
 
     with Hosts(2) as hosts:
         env = {"MASTER_ADDR": hosts.address(0)}
-        ranks = Ranks(
-            4, sum_up, env=env, port=29500, prefix=lambda rank: hosts.inside(rank // 2)
-        )
-        with ranks:
+        inside = lambda rank: hosts.inside(rank // 2)  # noqa: E731
+        with Ranks(4, sum_up, env=env, port=PORT, prefix=inside) as ranks:
             results = ranks.results()
     for result in results:
         assert (result.code, result.err) == (0, "")

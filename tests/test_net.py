@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ranks import free_port
+from ranks import descriptors, free_port
 
 from minddp import lobby, net
 from minddp.environment import Job
@@ -109,10 +109,6 @@ def meet(jobs, body=sum_of_ranks, **timeouts):
 
 
 # ---- What the kernel knows of this process ----
-
-
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
 
 
 def listening():

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Ranks, attempt, join, reduce_for_ever, run, tell
-from test_two_hosts import Hosts
+from hosts import Hosts
+from ranks import Ranks, attempt, descriptors, join, reduce_for_ever, run, tell
 
 from minddp import netlab
 from minddp.errors import PeerLost, PeerTimeout, UsageError
@@ -32,7 +32,7 @@ def lab(monkeypatch):
 
 
 def seconds_of(call, pg, times=3):
-    """The shortest of some runs; all ranks begin together, within a barrier."""
+    """How long each of some runs took; all ranks begin together, within a barrier."""
     seconds = []
     for _ in range(times):
         pg.barrier()
@@ -114,7 +114,7 @@ def test_what_is_wrong_with_a_lab_is_said(text, complaint):
     assert netlab.EXAMPLE in str(caught.value)
 
 
-def test_a_rank_that_the_world_has_not_is_refused(lab):
+def test_a_rank_that_the_world_does_not_have_is_refused(lab):
     netlab.parse(netlab.EXAMPLE.strip('"')).check(3)
     with pytest.raises(UsageError, match="there is no rank 3 among 3"):
         lab("rank 3: rate=1gbit", 3, lambda pg: None)
@@ -258,10 +258,7 @@ def test_a_sender_feels_that_the_wire_is_slow():
 
 
 def plain_link(sock):
-    link = Link.__new__(Link)
-    link.peer, link.address, link.local_host, link._sock = 1, "far", "", sock
-    sock.setblocking(False)
-    return link
+    return Link(sock, 1, "far", "")
 
 
 # ---- What comes out ----
@@ -290,10 +287,6 @@ def test_the_bits_are_those_without_a_lab(lab, monkeypatch, n):
 # ---- The end ----
 
 
-def open_descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 def cables():
     return [t for t in threading.enumerate() if t.name == "minddp-cable"]
 
@@ -312,10 +305,10 @@ def test_a_closed_group_leaves_no_thread_and_no_descriptor(lab):
         pg.barrier()
         return found
 
-    before = open_descriptors()
+    before = descriptors()
     assert lab("rate=1gbit, delay=1ms", 3, body) == [4, 4, 4]  # one is for messages
     assert cables() == []
-    assert open_descriptors() == before
+    assert descriptors() == before
 
 
 def test_what_was_sent_arrives_though_the_sender_closes_at_once(lab):
@@ -434,7 +427,7 @@ def test_a_forked_child_leaves_the_cables_to_its_parent():
             pg.all_reduce(x)
             child = os.fork()
             if child == 0:
-                os._exit(len(os.listdir("/proc/self/fd")))
+                os._exit(descriptors())
             _, status = os.waitpid(child, 0)
             pg.all_reduce(x)
             tell("done", sum=float(x[0]), descriptors=os.waitstatus_to_exitcode(status))
@@ -442,9 +435,8 @@ def test_a_forked_child_leaves_the_cables_to_its_parent():
     env = {"MINDDP_NETLAB": "rate=1gbit, delay=1ms"}
     for result in run(2, fork_and_go_on, env=env):
         assert result.facts["done"]["sum"] == 4.0, result
-        assert (
-            result.facts["done"]["descriptors"] <= 5
-        )  # the three, and that of listdir
+        # The three, and that of listdir.
+        assert result.facts["done"]["descriptors"] <= 5
 
 
 # ---- Beside the kernel ----

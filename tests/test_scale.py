@@ -14,10 +14,7 @@ from minddp.testing import run_groups
 def test_many_ranks_get_every_collective_right(n, transport):
     """100 rank + position tells where each element came from."""
     total = lambda length: n * np.arange(length) + 100.0 * n * (n - 1) / 2  # noqa: E731
-    small, large = (
-        7,
-        STEP_BYTES // 8 * 3 + 5,
-    )  # the first has fewer elements than ranks
+    small, large = 7, STEP_BYTES // 8 * 3 + 5  # fewer elements than ranks; many more
 
     def body(pg):
         mine = lambda length: 100.0 * pg.rank + np.arange(length)  # noqa: E731
@@ -83,7 +80,7 @@ def test_a_rendezvous_makes_as_many_links_as_a_star_and_a_ring_have(monkeypatch)
         assert len(made) == 2 * (n - 1) + 2 * n
 
 
-def test_rank_0_sends_one_message_to_each_rank_before_the_first_collective():
+def test_rank_0_sends_little_more_than_the_table_to_each_rank():
     def body(pg):
         return pg.stats()["control_bytes_sent"]
 

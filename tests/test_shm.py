@@ -8,7 +8,16 @@ import time
 
 import numpy as np
 import pytest
-from ranks import Ranks, attempt, join, reduce_for_ever, run, tell
+from ranks import (
+    Ranks,
+    attempt,
+    descriptors,
+    join,
+    mapped,
+    reduce_for_ever,
+    run,
+    tell,
+)
 
 import minddp
 from minddp import functional as F
@@ -177,7 +186,8 @@ def test_a_rank_that_gives_up_takes_its_arrival_back(monkeypatch):
             pg.all_reduce(x)
         except MindDPError:
             gone.set()
-        return pg._backend._memory.step - pg._backend._memory._arrived[pg.rank][0], x[0]
+        memory = pg._backend._memory
+        return memory.interval - memory._arrived[pg.rank][0], x[0]
 
     (_, zero), one = run_groups(2, body, timeout=0.3, transport="shm")
     assert zero == 0
@@ -379,15 +389,6 @@ def test_ddp_trains_to_the_bits_that_tcp_gives_in_shared_buckets(monkeypatch):
 
 
 # ---- Nothing is left ----
-
-
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
-def mapped():
-    with open("/proc/self/maps") as maps:
-        return [line for line in maps if "minddp" in line]
 
 
 def test_a_group_leaves_no_descriptor_no_memory_and_no_thread():

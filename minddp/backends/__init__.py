@@ -45,6 +45,7 @@ from minddp.environment import TRANSPORTS
 from minddp.errors import UsageError
 from minddp.frame import Header
 from minddp.net import Deadline, RingLinks
+from minddp.netlab import Lab
 from minddp.rendezvous import Rendezvous
 
 Array = np.ndarray[Any, Any]
@@ -89,8 +90,8 @@ def meet(
 
     Raises: UsageError on all ranks, if they disagree or it cannot be; PeerError.
     """
-    check_agreement(wish, links, deadline)
-    if links.emulated:
+    check_agreement(wish, rendezvous.lab, links, deadline)
+    if rendezvous.lab:
         check_lab_allows(wish)
         return Ring(links)
     if wish == "nccl":
@@ -102,9 +103,11 @@ def meet(
     return memory.meet(links, rendezvous, deadline, wish == "shm") or Ring(links)
 
 
-def check_agreement(wish: str, links: RingLinks, deadline: Deadline) -> None:
-    """Raises: UsageError on all ranks, if not all wish the same."""
-    mine = [TRANSPORTS.index(wish), zlib.crc32(links.emulated.encode())]
+def check_agreement(
+    wish: str, lab: Lab | None, links: RingLinks, deadline: Deadline
+) -> None:
+    """Raises: UsageError on all ranks, if not all wish the same, in the same lab."""
+    mine = [TRANSPORTS.index(wish), zlib.crc32(str(lab).encode())]
     wishes, labs = ring.rows_of_all(links, mine, deadline).T
     if (labs != labs[0]).any():
         raise UsageError(

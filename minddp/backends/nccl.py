@@ -73,13 +73,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import sha256
 from typing import Any
 
 from minddp import ring
 from minddp.backends.tcp import Ring
+from minddp.environment import boot_id
 from minddp.errors import PeerLost, PeerTimeout, UsageError
 from minddp.frame import HEADER_BYTES, Header, Kind
 from minddp.net import Alarm, Deadline, RingLinks
@@ -92,7 +92,7 @@ WATCH_SECONDS = 0.1  # how often the watchdog looks
 FAREWELL_SECONDS = 1.0  # how long close and abort wait for NCCL to let go
 
 ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
-HOST_BYTES = BUS_BYTES = 16
+PLACE_BYTES = 96  # a machine, up to 64, and a PCI bus
 WHY_BYTES = 240
 
 TYPES = {
@@ -167,18 +167,19 @@ def meet(links: RingLinks, alarm: Alarm, deadline: Deadline) -> "Nccl":
     return Nccl(links, alarm, cupy, library)
 
 
-def told(
-    links: ring.Links, said: bytes, nbytes: int, deadline: Deadline
+def bytes_of_all(
+    links: ring.Links, mine: bytes, nbytes: int, deadline: Deadline
 ) -> list[bytes]:
-    """What every rank has said, in `nbytes` bytes of any values."""
-    row = list(said[:nbytes].ljust(nbytes, b"\0"))
+    """What every rank has given, as `nbytes` bytes: cut, or with zeros behind it."""
+    row = list(mine[:nbytes].ljust(nbytes, b"\0"))
     return [bytes(row.tolist()) for row in ring.rows_of_all(links, row, deadline)]
 
 
 def raise_together(links: ring.Links, why: str, deadline: Deadline) -> None:
     """Raises: UsageError on all ranks, if one of them has a reason."""
-    for rank, said in enumerate(told(links, why.encode(), WHY_BYTES, deadline)):
-        if reason := said.rstrip(b"\0").decode(errors="replace"):
+    reasons = bytes_of_all(links, why.encode(), WHY_BYTES, deadline)
+    for rank, row in enumerate(reasons):
+        if reason := row.rstrip(b"\0").decode(errors="replace"):
             raise UsageError(
                 f"transport='nccl': rank {rank} cannot use NCCL: {reason}. "
                 "transport='tcp' takes arrays on a GPU too, by way of the host."
@@ -195,9 +196,9 @@ class Nccl(Ring):
 
     def __init__(self, links: RingLinks, alarm: Alarm, cupy: Any, library: Any):
         super().__init__(links)
-        self._alarm = alarm
-        self._cupy, self._library = cupy, library
-        self._device: int | None = None  # where the first array was
+        self.rank, self.world_size = links.rank, links.world_size
+        self.cupy, self.library, self.alarm = cupy, library, alarm
+        self.device: int | None = None  # where the first array was
         self._communicator: Communicator | None = None
 
     def lend(self, row: Any, reduce: str) -> OnGpu:
@@ -211,12 +212,12 @@ class Nccl(Ring):
                 f"NCCL cannot reduce {name}; convert it to int32, or copy the array to "
                 "the host, from where it goes by TCP"
             )
-        if self._device is None:
-            self._device = device
-        if device != self._device:
+        if self.device is None:
+            self.device = device
+        if device != self.device:
             raise UsageError(
-                f"rank {self._links.rank} uses NCCL on cuda:{self._device}, but this "
-                f"array is on cuda:{device}. A rank has one GPU: move the array there."
+                f"rank {self.rank} uses NCCL on cuda:{self.device}, but this array is "
+                f"on cuda:{device}. A rank has one GPU: move the array there."
             )
         return lend(row)
 
@@ -238,30 +239,24 @@ class Nccl(Ring):
             self._communicator.perform(call, x, deadline)
 
     def _connect(self, call: Header, deadline: Deadline) -> "Communicator":
-        r, n, name, bus, why = self._links.rank, self._links.world_size, b"", b"", ""
-        assert self._device is not None, "the array was lent"
-        device = self._cupy.cuda.Device(self._device)
+        """With all ranks, once they agree that it can be."""
+        place, unique_id, why = "", b"", ""
         try:
-            bus = self._cupy.cuda.runtime.deviceGetPCIBusId(self._device).encode()
-            if r == 0:
-                name = self._library.get_unique_id()
-                if not isinstance(name, bytes):
+            bus = self.cupy.cuda.runtime.deviceGetPCIBusId(self.device)
+            place = f"{boot_id()} {bus}"
+            if self.rank == 0:
+                unique_id = self.library.get_unique_id()
+                if not isinstance(unique_id, bytes):
                     raise RuntimeError("its CuPy is older than 14")
         except RuntimeError as exc:  # NCCL's, CUDA's or ours
             why = str(exc)
         raise_together(self._links, why, deadline)
-        places = told(self._links, host() + bus, HOST_BYTES + BUS_BYTES, deadline)
-        if len(set(places)) < n:
-            self._device = None  # so that another can be chosen
+        places = bytes_of_all(self._links, place.encode(), PLACE_BYTES, deadline)
+        if len(set(places)) < self.world_size:
+            self.device = None  # so that another can be chosen
         refuse_a_shared_gpu(places)
-        name = told(self._links, name, ID_BYTES, deadline)[0]
-
-        def patience() -> None:
-            be_patient(r, self._alarm, call, deadline)
-
-        return Communicator(
-            self._cupy, self._library, r, n, name, device, self._alarm, patience
-        )
+        unique_id = bytes_of_all(self._links, unique_id, ID_BYTES, deadline)[0]
+        return Communicator(self, unique_id, call, deadline)
 
     def close(self) -> None:
         """Let go of the GPU too. Closing twice is fine."""
@@ -270,21 +265,13 @@ class Nccl(Ring):
             self._communicator.close()
 
 
-def host() -> bytes:
-    """Which machine this is; containers on one machine say the same."""
-    word = os.uname().nodename
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
-        word = boot.read()
-    return sha256(word.encode()).digest()[:HOST_BYTES]
-
-
 def refuse_a_shared_gpu(places: list[bytes]) -> None:
-    """Raises: UsageError if two of these (host, PCI bus) are the same."""
+    """Raises: UsageError if two of these (machine and PCI bus) are the same."""
     first: dict[bytes, int] = {}
     for rank, place in enumerate(places):
         other = first.setdefault(place, rank)
         if other != rank:
-            bus = place[HOST_BYTES:].rstrip(b"\0").decode()
+            bus = place.rstrip(b"\0").decode().split()[-1]
             raise UsageError(
                 f"ranks {other} and {rank} have their arrays on one GPU, the one at "
                 f"PCI bus {bus} (nvidia-smi shows it), and NCCL wants one for each. "
@@ -293,18 +280,7 @@ def refuse_a_shared_gpu(places: list[bytes]) -> None:
             )
 
 
-def be_patient(rank: int, alarm: Alarm, call: Header, deadline: Deadline) -> None:
-    """Raises: the alarm's PeerError, or PeerTimeout at the deadline."""
-    if alarm.error:
-        raise alarm.error
-    if not deadline.left():
-        raise PeerTimeout(
-            f"rank {rank} waits in vain for NCCL during {call}: not all ranks have "
-            f"done their part within {deadline.seconds:g} s."
-        )
-
-
-def begin(call: Callable[[], None]) -> threading.Thread:
+def in_thread(call: Callable[[], None]) -> threading.Thread:
     """A thread that calls it, and that can be left behind: NCCL may never return."""
     thread = threading.Thread(target=call, name="minddp-nccl", daemon=True)
     thread.start()
@@ -314,56 +290,55 @@ def begin(call: Callable[[], None]) -> threading.Thread:
 class Communicator:
     """One rank's end of an NCCL communicator, on one GPU, with a stream of its own.
 
-    name: NCCL's unique id. patience: is called while the other ranks have not come, and
-    may raise.
+    owner: whose rank, GPU and alarm these are. unique_id: NCCL's, from rank 0. call,
+    deadline: of the collective for which it is made; it returns when all have come.
     """
 
-    def __init__(
-        self,
-        cupy: Any,
-        library: Any,
-        rank: int,
-        world_size: int,
-        name: bytes,
-        device: Any,
-        alarm: Alarm,
-        patience: Callable[[], None],
-    ):
-        self.rank, self.world_size = rank, world_size
-        self.library, self._cupy = library, cupy
-        self._device, self._alarm = device, alarm
+    def __init__(self, owner: Nccl, unique_id: bytes, call: Header, deadline: Deadline):
+        self.rank, self.world_size = owner.rank, owner.world_size
+        self.library, self._cupy, self._alarm = owner.library, owner.cupy, owner.alarm
+        self._device = owner.cupy.cuda.Device(owner.device)
         self._process = os.getpid()
         self._in_use: Any = None  # memory that NCCL may still read or write
         self._launching: Deadline | None = None  # of a call that has not returned
         self._ended = threading.Event()
         self._farewell: Callable[[], None] = lambda: None
-        self.nccl = self._made(name, patience)
-        with device:
-            self.stream = cupy.cuda.Stream(non_blocking=True)
-        self._watchdog = begin(self._watch)
+        self.nccl = self._made(unique_id, call, deadline)
+        with self._device:
+            self.stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._watchdog = in_thread(self._watch)
 
-    def _made(self, name: bytes, patience: Callable[[], None]) -> Any:
-        """NCCL's communicator, in another thread, as nothing ends the wait for the
+    def _made(self, unique_id: bytes, call: Header, deadline: Deadline) -> Any:
+        """NCCL's communicator, made in another thread, as nothing ends the wait for the
         other ranks."""
         made: list[Any] = []
+        arguments = self.world_size, unique_id, self.rank
 
         def make() -> None:
             try:
                 with self._device:  # a new thread starts on GPU 0
-                    made.append(
-                        self.library.NcclCommunicator(self.world_size, name, self.rank)
-                    )
+                    made.append(self.library.NcclCommunicator(*arguments))
             except Exception as exc:
                 made.append(exc)
 
-        thread = begin(make)
+        thread = in_thread(make)
         while thread.is_alive():
             thread.join(NAP_SECONDS * 20)
             if thread.is_alive():
-                patience()
+                self._be_patient(call, deadline)
         if isinstance(made[0], Exception):
             raise made[0]
         return made[0]
+
+    def _be_patient(self, call: Header, deadline: Deadline) -> None:
+        """Raises: the alarm's PeerError, or PeerTimeout at the deadline."""
+        if self._alarm.error:
+            raise self._alarm.error
+        if not deadline.left():
+            raise PeerTimeout(
+                f"rank {self.rank} waits in vain for NCCL during {call}: not all ranks "
+                f"have done their part within {deadline.seconds:g} s."
+            )
 
     def perform(self, call: Header, x: OnGpu, deadline: Deadline) -> None:
         """Returns when the result is in x, for any stream. Raises: PeerError."""
@@ -380,7 +355,7 @@ class Communicator:
             self._in_use = self._in_use or x
             self._let_go(self.nccl.abort)
             if isinstance(exc, self.library.NcclError):  # by the watchdog?
-                be_patient(self.rank, self._alarm, call, deadline)
+                self._be_patient(call, deadline)
             raise
         self._in_use = None
 
@@ -389,13 +364,11 @@ class Communicator:
             if done.done:
                 return
         while not done.done:
-            be_patient(self.rank, self._alarm, call, deadline)
+            self._be_patient(call, deadline)
             try:
                 self.nccl.check_async_error()
-            except (
-                self.library.NcclError,
-                KeyError,
-            ) as exc:  # CuPy knows not all codes
+            # KeyError: CuPy does not know all of NCCL's codes.
+            except (self.library.NcclError, KeyError) as exc:
                 raise PeerLost(
                     f"rank {self.rank} lost another rank during {call}: NCCL says "
                     f"{exc!r}. Set NCCL_DEBUG=WARN to learn more."
@@ -444,13 +417,15 @@ class Communicator:
 
     def send(self, x: Any, peer: int) -> None:
         if x.size:
-            uint8, stream = self.library.NCCL_UINT8, self.stream.ptr
-            self.nccl.send(x.data.ptr, x.nbytes, uint8, peer, stream)
+            self.nccl.send(x.data.ptr, *self.as_bytes(x), peer, self.stream.ptr)
 
     def recv(self, x: Any, peer: int) -> None:
         if x.size:
-            uint8, stream = self.library.NCCL_UINT8, self.stream.ptr
-            self.nccl.recv(x.data.ptr, x.nbytes, uint8, peer, stream)
+            self.nccl.recv(x.data.ptr, *self.as_bytes(x), peer, self.stream.ptr)
+
+    def as_bytes(self, x: Any) -> tuple[int, int]:
+        """How many elements, and of which type, if they are only moved."""
+        return x.nbytes, self.library.NCCL_UINT8
 
     def chunks(self, x: Any) -> list[Any]:
         """The chunks of x, that of rank k at k."""
@@ -496,18 +471,16 @@ def broadcast(comm: Communicator, x: Any, call: Header) -> None:
 
 
 def broadcast_from(comm: Communicator, x: Any, root: int) -> None:
-    uint8, stream = comm.library.NCCL_UINT8, comm.stream.ptr
+    stream = comm.stream.ptr
     if x.size:
-        comm.nccl.broadcast(x.data.ptr, x.data.ptr, x.nbytes, uint8, root, stream)
+        comm.nccl.broadcast(x.data.ptr, x.data.ptr, *comm.as_bytes(x), root, stream)
 
 
 def all_gather(comm: Communicator, x: Any, call: Header) -> None:
-    chunks, uint8 = comm.chunks(x), comm.library.NCCL_UINT8
+    chunks, stream = comm.chunks(x), comm.stream.ptr
     if x.size % comm.world_size == 0:
         mine = chunks[comm.rank]
-        comm.nccl.allGather(
-            mine.data.ptr, x.data.ptr, mine.nbytes, uint8, comm.stream.ptr
-        )
+        comm.nccl.allGather(mine.data.ptr, x.data.ptr, *comm.as_bytes(mine), stream)
         return
     with comm.group():
         for k, part in enumerate(chunks):
