@@ -55,7 +55,7 @@ from minddp.bench_table import (
     heading,
 )
 from minddp.buckets import BUCKET_CAP_MB
-from minddp.environment import THREAD_VARIABLES, chosen_transport
+from minddp.environment import MOST_RANKS, THREAD_VARIABLES, chosen_transport
 from minddp.errors import UsageError
 from minddp.group import init_process_group
 from minddp.launch import launch
@@ -249,7 +249,10 @@ def parse_ranks(text: str) -> list[int]:
     """The numbers in a text like "2,8". Raises: UsageError."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise UsageError(f"--ranks {text!r}: numbers of ranks from 1 on, as in {RANKS}")
-    return [int(number) for number in text.split(",")]
+    ranks = [int(number) for number in text.split(",")]
+    if max(ranks) > MOST_RANKS:
+        raise UsageError(f"--ranks {text}: a job has at most {MOST_RANKS:,}")
+    return ranks
 
 
 def _parser() -> argparse.ArgumentParser:

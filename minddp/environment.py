@@ -120,7 +120,7 @@ def from_environment(
         local_world_size=local_size,
         master_addr=addr or _default_address(n, local_size, hosts),
         master_port=_port(_given(env, "MASTER_PORT", "master_port", master_port), env),
-        token=env.get("MINDDP_TOKEN", "").encode(),
+        token=os.fsencode(env.get("MINDDP_TOKEN", "")),
         job_id=_job_id(env),
         listen_fd=_listen_fd(env) if r == 0 else None,
         launcher=launcher.name,

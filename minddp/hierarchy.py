@@ -44,8 +44,10 @@ Rule 2.  What has no such path (reduce_scatter, all_gather, reduce, gather, scat
          times that if the numbers alternate.
 Rule 3.  Who waits in memory for its leader does not give up while the leader moves
          bytes: the leader counts in its page whenever some have moved, and who sleeps
-         restarts its deadline whenever a look finds the count changed. So nobody is
-         late because a network is slow.
+         restarts its deadline whenever a look finds the count changed. So within a call
+         nobody is late because a network is slow. From call to call one can be: a host
+         that is through waits in the next one for a header, and the timeout must be
+         longer than the slowest host needs for the rest of its call.
 Rule 4.  Nobody leaves a call before its leader is through. It would wait in the next
          one for a header on the ring of all ranks, and there Rule 3 does not help it.
 Rule 5.  All ranks have the leaders' bits, which the ring makes equal. They are not
@@ -103,7 +105,7 @@ def hosts_of_all(links: ring.Links, host_id: str, deadline: Deadline) -> Hosts:
 
     host_id: Job.host_id. Raises: PeerError.
     """
-    mine = sha256((host_id or kernels_word()).encode()).digest()
+    mine = sha256(os.fsencode(host_id or kernels_word())).digest()
     row = [int.from_bytes(mine[:8], "big", signed=True)]
     hosts: dict[int, list[int]] = {}
     for rank, host in enumerate(ring.rows_of_all(links, row, deadline)[:, 0].tolist()):

@@ -51,12 +51,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from minddp.errors import PeerLost, UsageError
-from minddp.net import PAIR_BYTES, Link, Socket, local_pair
+from minddp.net import PAIR_BYTES, Alarm, Link, Socket, local_pair
 
 TCP_SEGMENT_BYTES = 1448  # what fits into one packet of Ethernet
 TCP_HEADER_BYTES = 66  # of TCP, IP and Ethernet, on each
 PIECE_SECONDS, PIECE_BYTES = 1e-3, 256 * 1024  # what is handed on at a time, at most
 BUFFER_SECONDS, BUFFER_BYTES = 0.02, 4 * 2**20  # what a send buffer holds, at most
+LOOK_SECONDS = 0.05  # how often a cable that takes nothing looks whether it is to end
 PATIENCE = 1.0  # seconds in which a peer is to take what came in time
 MOST_DESCRIPTORS = 1024  # of `select`, which unlike `poll` counts microseconds
 
@@ -125,14 +126,14 @@ def from_environment(env: Mapping[str, str] = os.environ) -> Lab | None:
 def parse(text: str) -> Lab:
     """The lab of a text like EXAMPLE. Raises: UsageError."""
     usual, special = Quality(), dict[int, Quality]()
-    for part in text.split(";"):
+    for part in text.rstrip("; ").split(";"):
         whose, colon, settings = part.rpartition(":")
         if not colon:
             if special or usual != Quality():
                 raise _wrong(text, f"{part.strip()!r} comes after the first ';'")
             usual = _changed(usual, settings, text)
             continue
-        found = re.fullmatch(r"rank (\d+)", whose.strip())
+        found = re.fullmatch(r"rank (\d{1,5})", whose.strip())
         if not found or int(found[1]) in special:
             raise _wrong(text, f"{whose.strip()!r} is no rank, or comes twice")
         special[int(found[1])] = _changed(usual, settings, text)
@@ -144,9 +145,10 @@ def _changed(usual: Quality, settings: str, text: str) -> Quality:
     values: dict[str, float] = {}
     for setting in settings.split(","):
         key, _, value = (word.strip() for word in setting.partition("="))
-        if key not in UNITS or key in values:
-            known = ", ".join(UNITS)
-            raise _wrong(text, f"{key!r} is none of {known}, or comes twice")
+        if key not in UNITS:
+            raise _wrong(text, f"{key!r} is none of {', '.join(UNITS)}")
+        if key in values:
+            raise _wrong(text, f"{key} comes twice")
         units = UNITS[key]
         found = re.fullmatch(r"(\d+\.?\d*) *([a-z]+)", value)
         if not found or found[2] not in units:
@@ -154,8 +156,10 @@ def _changed(usual: Quality, settings: str, text: str) -> Quality:
             raise _wrong(text, f"{key}={value} is no number with a unit of {known}")
         values[key] = float(found[1]) * units[found[2]]
     quality = replace(usual, **values)
-    if not quality.rate:
-        raise _wrong(text, "a rate of 0 would never deliver anything")
+    if not 1e3 <= quality.rate <= 1e12:
+        raise _wrong(text, "a rate is from 1kbit to 1000gbit")
+    if quality.delay > 60:
+        raise _wrong(text, "a delay is at most 60s")
     if quality.jitter > quality.delay:
         raise _wrong(text, "jitter is at most delay, for no bit arrives before it left")
     return quality
@@ -171,15 +175,19 @@ def _wrong(text: str, why: str) -> UsageError:
 class EmulatedLink(Link):
     """A link that sends through a cable of this quality; it is only sent on."""
 
-    def __init__(self, link: Link, quality: Quality):
+    def __init__(self, link: Link, quality: Quality, alarm: Alarm | None = None):
         outer, intake = local_pair()
         super().__init__(outer, link.peer, link.address, link.local_host)
         self._cable = Cable(intake, link, quality)
+        self._alarm = alarm
 
     def close(self) -> None:
-        """Close; returns when what was taken has been delivered, or nobody takes it."""
+        """Close; returns when what was taken has been delivered, or nobody takes it.
+
+        Of a group that has failed nothing is delivered: its errors must not wait.
+        """
         super().close()
-        self._cable.close()
+        self._cable.close(deliver=not (self._alarm and self._alarm.error))
 
 
 class Cable:
@@ -205,10 +213,11 @@ class Cable:
         self._thread.daemon = True
         self._thread.start()
 
-    def close(self) -> None:
-        """The link has been closed: deliver what is under way, and end."""
+    def close(self, deliver: bool = True) -> None:
+        """The link has been closed: deliver what is under way, or do not, and end."""
         held = self._quality.seconds(int(self._capacity) + PAIR_BYTES)
-        self._end = time.monotonic() + held + 2 * self._quality.delay + PATIENCE
+        patience = held + 2 * self._quality.delay + PATIENCE
+        self._end = time.monotonic() + (patience if deliver else 0)
         self._thread.join()
         self._forget()  # a forked child has descriptors, but no such thread
 
@@ -228,14 +237,14 @@ class Cable:
         """Take, wait and deliver until the link has been closed and all is there."""
         under_way: deque[tuple[float, bytes]] = deque()  # (when it is due, a piece)
         held, is_open = 0, True
-        while is_open or under_way:
+        while (is_open or under_way) and time.monotonic() < self._end:
             while under_way and under_way[0][0] <= time.monotonic():
                 _, piece = under_way.popleft()
                 self._deliver(piece)
                 held -= len(piece)
             rest = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
             if not is_open or held > self._capacity:
-                time.sleep(rest or 0)
+                time.sleep(min(rest or 0, LOOK_SECONDS))
             elif select.select([self._intake], [], [], rest)[0]:
                 piece = self._intake.recv(self._piece_bytes)
                 is_open = bool(piece)

@@ -246,7 +246,7 @@ class Rendezvous:
         if self.lab is None:
             return link
         ends = (self._ranks[rank] for rank in (self.job.rank, link.peer))
-        return netlab.EmulatedLink(link, self.lab.between(*ends))
+        return netlab.EmulatedLink(link, self.lab.between(*ends), self.alarm)
 
     def _ring_is_open(self, lobby: Lobby, left: int, deadline: Deadline) -> PeerTimeout:
         """Which neighbour did not answer, or did not dial."""

@@ -60,7 +60,7 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not. Does not wait."""
-        return not self._under_way.locked()
+        return self._perform is None
 
     def exception(self) -> BaseException | None:
         """The error with which it ended; None while it goes on, or if it did well."""

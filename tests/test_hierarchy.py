@@ -271,6 +271,14 @@ def test_auto_shares_what_can_be_shared(layout, auto):
     assert run_groups(n, chosen, transport="auto", hosts=layout) == [auto] * n
 
 
+def test_a_host_may_have_any_name():
+    names = (
+        "\udcff",
+        "h\u00f4te",
+    )  # the first as the system gives bytes that are no text
+    assert across([names[0], names[0], names[1]], chosen) == ["shm+tcp"] * 3
+
+
 def test_shm_insists_that_some_ranks_share_a_host():
     assert across("ABA", chosen, "shm") == ["shm+tcp"] * 3
     before = descriptors()

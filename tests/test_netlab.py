@@ -12,7 +12,7 @@ import pytest
 from hosts import Hosts
 from ranks import Ranks, attempt, descriptors, join, reduce_for_ever, run, tell
 
-from minddp import netlab
+from minddp import net, netlab
 from minddp.errors import PeerLost, PeerTimeout, UsageError
 from minddp.net import PAIR_BYTES, Link
 from minddp.testing import run_groups
@@ -71,7 +71,7 @@ def test_a_lab_is_written_as_tc_would_have_it():
         2: netlab.Quality(1e8, 2e-3, 5e-4),
         10: netlab.Quality(1.5e9, 1.0, 5e-4),
     }
-    only = netlab.parse("rank 0: rate=64kbit")
+    only = netlab.parse("rank 0: rate=64kbit;")
     assert (only.usual, only.special[0].rate) == (netlab.Quality(), 64e3)
 
 
@@ -93,10 +93,13 @@ def test_a_link_is_as_bad_as_the_worse_of_its_ends():
         ("rate=2ms", "unit of bit"),
         ("delay=1e3ms", "delay=1e3ms is no number"),
         ("delay=nan s", "is no number"),
-        ("rate=0mbit", "a rate of 0"),
-        ("rate=1gbit, rate=2gbit", "'rate' is none of"),
+        ("rate=0mbit", "a rate is from 1kbit"),
+        ("rate=0.1bit", "a rate is from 1kbit"),
+        (f"rate={'9' * 400}gbit", "a rate is from 1kbit"),
+        ("delay=999999s", "a delay is at most 60s"),
+        (f"rank {'1' * 5000}: rate=1mbit", "is no rank"),
+        ("rate=1gbit, rate=2gbit", "rate comes twice"),
         ("rate=1gbit,", "'' is none of"),
-        ("rate=1gbit;", "'' comes after the first ';'"),
         ("rate=1gbit; delay=1ms", "'delay=1ms' comes after the first ';'"),
         ("rank 1: rate=1gbit; delay=1ms", "'delay=1ms' comes after"),
         ("jitter=1ms", "jitter is at most delay"),
@@ -348,6 +351,21 @@ def test_a_peer_that_takes_nothing_holds_up_nobody_who_closes(monkeypatch):
     link.close()
     assert time.monotonic() - start < 5
     assert cables() == []
+    far.close()
+
+
+def test_of_a_group_that_has_failed_nothing_is_delivered_any_more():
+    near, far = socket.socketpair()
+    alarm = net.Alarm()
+    slow = netlab.Quality(rate=8e3)  # a second for each KB
+    link = netlab.EmulatedLink(plain_link(near), slow, alarm)
+    link.send_some([bytes(100_000)])
+    alarm.sound(PeerLost("gone", 1))
+    start = time.monotonic()
+    link.close()
+    assert time.monotonic() - start < 5, "not the minute and more of what it held"
+    assert cables() == []
+    alarm.close()
     far.close()
 
 

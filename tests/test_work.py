@@ -153,3 +153,10 @@ def test_closing_the_group_waits_for_what_is_under_way():
         return x[-1]
 
     assert run_groups(2, body) == [2.0, 2.0]
+
+
+def test_a_work_that_has_ended_stays_ended_while_others_wait_for_it():
+    work = Work(CALL)
+    work.end()
+    with work._under_way:  # as whoever waits holds it, for a moment
+        assert work.is_completed()

@@ -549,7 +549,7 @@ def found_job(rank: int | None, world_size: int | None, seconds: float) -> Job:
     job = from_environment(
         rank=r, world_size=n, master_addr=door["host"], master_port=door["port"]
     )
-    token = door["token"].encode()
+    token = os.fsencode(door["token"])
     return replace(job, token=token, job_id=door["job_id"], listen_fd=fd)
 
 
