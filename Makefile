@@ -15,8 +15,9 @@ help:  ## show this list
 demo: .venv/viz  ## train the digits on N local processes and prove that the replicas agree
 	@$(BIN)/minddp run --nproc-per-node $(N) examples/demo.py
 
+# In two processes, a file at a time: many tests mostly wait.
 test: .venv/dev  ## run all tests (under five minutes)
-	$(BIN)/python -m pytest $(if $(T),-k '$(T)')
+	$(BIN)/python -m pytest $(if $(T),-k '$(T)',-n 2 --dist loadfile)
 
 gpu-check: .venv/dev  ## the tests that need a GPU; install CuPy for your driver first
 	$(BIN)/python -m pytest -m gpu -rs tests/test_gpu.py

@@ -33,7 +33,7 @@ CURVES = {  # what is varied: {how: (MiB a bucket, hook, batches a step)}
 
 
 def batches(pg, cap, hook, every):
-    """Yields the ms for a batch; gradients, 1 MiB, are averaged after so many."""
+    """Yields ms a batch; gradients, 1 MiB, are averaged after `every` (None: never)."""
     layers = [layer for _ in range(12) for layer in (nn.ReLU(), nn.Linear(144, 144))]
     ddp = DDP(nn.Sequential(*layers), pg, bucket_cap_mb=cap, check_sync_every=0)
     state = PowerSGDState(pg, 2, 2) if hook == "PowerSGD" else pg
