@@ -272,11 +272,9 @@ def test_auto_shares_what_can_be_shared(layout, auto):
 
 
 def test_a_host_may_have_any_name():
-    names = (
-        "\udcff",
-        "h\u00f4te",
-    )  # the first as the system gives bytes that are no text
-    assert across([names[0], names[0], names[1]], chosen) == ["shm+tcp"] * 3
+    # the first is what the system gives for bytes that are no text
+    odd, other = "\udcff", "h\u00f4te"
+    assert across([odd, odd, other], chosen) == ["shm+tcp"] * 3
 
 
 def test_shm_insists_that_some_ranks_share_a_host():
