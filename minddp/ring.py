@@ -283,7 +283,10 @@ def all_gather(links: Links, x: Array, call: Header, deadline: Deadline) -> None
 
 
 def all_reduce(links: Links, x: Array, call: Header, deadline: Deadline) -> None:
-    """As `all_reduce_stepwise`, in segments, without a pause between the phases."""
+    """As `all_reduce_stepwise`, in segments, without a pause between the phases.
+
+    A small array goes whole.
+    """
     if goes_whole(x.nbytes, links.world_size):
         all_reduce_whole(links, x, call, deadline)
         return

@@ -493,6 +493,11 @@ class Cut:
         area = self._memory.area(owner, p)
         return area[start : start + part.nbytes].view(self._x.dtype)
 
+    def give(self, chunks: Iterable[int], p: int) -> None:
+        """Copy part p of these chunks of this rank's array into this rank's slots."""
+        for k in chunks:
+            self.slot(self._memory.rank, k, p)[...] = self.part(k, p)
+
 
 def perform(
     memory: Memory, call: Header, deadline: Deadline, pieces: int, *stages: Stage
@@ -522,8 +527,7 @@ def all_reduce(memory: Memory, x: Array, call: Header, deadline: Deadline) -> No
     r, others, cut = memory.rank, memory.others, Cut(memory, x)
 
     def give(p: int) -> None:
-        for k in others:
-            cut.slot(r, k, p)[...] = cut.part(k, p)
+        cut.give(others, p)
 
     def add(p: int) -> None:
         mine = cut.part(r, p)
@@ -570,8 +574,7 @@ def reduce_scatter(memory: Memory, x: Array, call: Header, deadline: Deadline) -
     r, others, cut = memory.rank, memory.others, Cut(memory, x)
 
     def give(p: int) -> None:
-        for k in others:
-            cut.slot(r, k, p)[...] = cut.part(k, p)
+        cut.give(others, p)
 
     def add(p: int) -> None:
         mine = cut.part(r, p)
@@ -586,8 +589,7 @@ def reduce(memory: Memory, x: Array, call: Header, deadline: Deadline) -> None:
     r, n, root, cut = memory.rank, memory.world_size, call.root, Cut(memory, x)
 
     def give(p: int) -> None:
-        for k in range(n) if r != root else ():
-            cut.slot(r, k, p)[...] = cut.part(k, p)
+        cut.give(range(n) if r != root else (), p)
 
     def add(p: int) -> None:
         for k in range(n) if r == root else ():
@@ -611,8 +613,7 @@ def move(
     gives, takes = list(gives), list(takes)
 
     def give(p: int) -> None:
-        for k in gives:
-            cut.slot(memory.rank, k, p)[...] = cut.part(k, p)
+        cut.give(gives, p)
 
     def take(p: int) -> None:
         for owner, k, into in takes:

@@ -13,14 +13,12 @@ import time
 
 import numpy as np
 import pytest
+from bodies import add_strided_arrays_without_waiting, train_two_layers
 from hosts import PORT, Hosts
 from ranks import Ranks, attempt, descriptors, join, mapped, reduce_for_ever, tell
 
-import minddp
-from minddp import functional as F
-from minddp import hierarchy, nn, ring, shm
+from minddp import hierarchy, ring, shm
 from minddp.bfloat16 import from_bfloat16, to_bfloat16
-from minddp.device import manual_seed
 from minddp.environment import from_environment
 from minddp.errors import PeerLost, PeerMismatch, PeerTimeout, UsageError
 from minddp.frame import DTYPES, HEADER_BYTES, Header, Kind
@@ -151,16 +149,7 @@ def test_every_other_collective_gives_what_tcp_gives(layout, small_areas):
 
 
 def test_calls_that_are_not_waited_for_and_arrays_of_any_strides(small_areas):
-    def body(pg):
-        tables = [np.full((30, 40), float(pg.rank + i)) for i in range(5)]
-        works = [pg.all_reduce(t.T[::-1, 1::2], async_op=True) for t in tables]
-        pg.barrier()
-        for i, (t, work) in enumerate(zip(tables, works, strict=True)):
-            work.wait()
-            assert (t[1::2] == 3 + 3 * i).all()
-            assert (t[::2] == pg.rank + i).all()
-
-    across("ABB", body)
+    across("ABB", add_strided_arrays_without_waiting)
 
 
 def test_nobody_returns_while_another_still_copies_from_or_to_its_array(
@@ -203,18 +192,7 @@ def test_ddp_trains_alike_on_all_ranks_in_buckets_that_a_host_shares(monkeypatch
     monkeypatch.setattr(shm, "SMALL_BYTES", 1000)
 
     def body(pg):
-        manual_seed(0)
-        layers = nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)
-        model = minddp.DistributedDataParallel(
-            nn.Sequential(*layers), pg, bucket_cap_mb=0.01
-        )
-        optimizer = minddp.optim.SGD(model.parameters(), lr=0.1)
-        random = np.random.default_rng(pg.rank)
-        for _ in range(4):
-            x = random.standard_normal((8, 64), np.float32)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), random.integers(0, 10, 8)).backward()
-            optimizer.step()
+        model = train_two_layers(pg)
         if pg.transport == "shm+tcp":
             large = [b for b in model.buckets if b.flat.nbytes > shm.SMALL_BYTES]
             assert len(pg._backend._tiers.memory._windows) == len(large) > 0

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from bodies import add_strided_arrays_without_waiting, train_two_layers
 from ranks import (
     Ranks,
     attempt,
@@ -20,10 +21,8 @@ from ranks import (
 )
 
 import minddp
-from minddp import functional as F
-from minddp import nn, shm
+from minddp import shm
 from minddp.bfloat16 import to_bfloat16
-from minddp.device import manual_seed
 from minddp.errors import MindDPError, PeerLost, PeerMismatch, UsageError
 from minddp.frame import DTYPES
 from minddp.testing import run_groups
@@ -108,16 +107,7 @@ def test_every_dtype_and_reduction_gives_the_bits_that_tcp_gives(
 
 
 def test_arrays_of_any_strides_and_calls_that_are_not_waited_for(small_areas):
-    def body(pg):
-        tables = [np.full((30, 40), float(pg.rank + i)) for i in range(5)]
-        works = [pg.all_reduce(t.T[::-1, 1::2], async_op=True) for t in tables]
-        pg.barrier()
-        for i, (t, work) in enumerate(zip(tables, works, strict=True)):
-            work.wait()
-            assert (t[1::2] == 3 + 3 * i).all()
-            assert (t[::2] == pg.rank + i).all()
-
-    run_groups(3, body, transport="shm")
+    run_groups(3, add_strided_arrays_without_waiting, transport="shm")
 
 
 def test_a_sub_group_shares_memory_of_its_own():
@@ -367,18 +357,7 @@ def test_ddp_trains_to_the_bits_that_tcp_gives_in_shared_buckets(monkeypatch):
     monkeypatch.setattr(shm, "SMALL_BYTES", 1000)
 
     def body(pg):
-        manual_seed(0)
-        layers = nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)
-        model = minddp.DistributedDataParallel(
-            nn.Sequential(*layers), pg, bucket_cap_mb=0.01
-        )
-        optimizer = minddp.optim.SGD(model.parameters(), lr=0.1)
-        random = np.random.default_rng(pg.rank)
-        for _ in range(4):
-            x = random.standard_normal((8, 64), np.float32)
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), random.integers(0, 10, 8)).backward()
-            optimizer.step()
+        model = train_two_layers(pg)
         if pg.transport == "shm":
             large = [b for b in model.buckets if b.flat.nbytes > shm.SMALL_BYTES]
             assert len(pg._backend._memory._windows) == len(large) > 0
